@@ -1,0 +1,210 @@
+"""Key/value memory: linear for global layers, rings for sliding layers and drafter context.
+
+A chain rolls back by length: nothing is erased, positions at or past a row's length are masked
+and later overwritten. A ring has `window + slack` slots and `slack` more behind them, so that a
+block of up to `slack` tokens that starts at any slot is written as one contiguous piece. The same
+absolute position may then stand twice (behind the end, and at its slot after a rollback), so a
+ring keeps the absolute position of every slot and a write first forgets positions at or past its
+start. All ring layers of a cache share one position table.
+
+Rejected: a ring of `window` slots (a speculative write would overwrite live history), and
+modular scatter (on XLA:CPU a loop over rows; two contiguous updates are 10x cheaper).
+
+Arrays are head-major, [b, k, s, h]. All functions are pure: a cache goes in and comes out.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+# Unrolled row writes up to this batch; a scatter beyond (the program would grow with the batch).
+_MAX_UNROLLED_ROWS = 8
+
+
+class LayerCache(NamedTuple):
+    """Keys [b, k, s, h] and values [b, k, s, hv] of one layer."""
+
+    keys: Float[Array, "b k s h"]
+    values: Float[Array, "b k s hv"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Memory of one model for a batch of rows.
+
+    Attributes:
+      layers: One LayerCache per layer.
+      ring_positions: Absolute position held by each slot of every ring layer, int32 [b, s_ring],
+        -1 = nothing; None when no layer is a ring.
+      windows: Per layer: None = linear (slot i holds position i), else a ring of that window.
+      slack: Longest block that a step may write.
+    """
+
+    layers: tuple[LayerCache, ...]
+    ring_positions: Int[Array, "b s"] | None
+    windows: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
+    slack: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def batch_size(self) -> int:
+        return self.layers[0].keys.shape[0]
+
+    def key_positions(self, layer_idx: int) -> Int[Array, "b s"]:
+        """Absolute position of each slot of a layer; -1 where a ring slot holds nothing."""
+        if self.windows[layer_idx] is not None:
+            return self.ring_positions
+        s = self.layers[layer_idx].keys.shape[2]
+        index = jnp.arange(s, dtype=jnp.int32)[None, :]
+        return jnp.broadcast_to(index, (self.batch_size, s))
+
+
+def ring_len(window: int, slack: int) -> int:
+    """Slots addressed by position modulo length: window + slack, rounded up to 8.
+
+    Example: window 128, slack 8 -> 136; the ring then has 8 more slots behind its end.
+    """
+    return -(-(window + slack) // 8) * 8
+
+
+def make_cache(
+    batch_size: int,
+    max_len: int,
+    geometry: list[tuple[int, int, int]],
+    windows: tuple[int | None, ...],
+    *,
+    slack: int,
+    dtype,
+) -> KVCache:
+    """An empty cache.
+
+    Args:
+      batch_size: Rows.
+      max_len: Longest sequence; linear layers get max_len + slack slots.
+      geometry: Per layer (num_kv_heads, head_dim, v_head_dim).
+      windows: Per layer a ring's window or None. All rings must have one window.
+      slack: Longest block that a step may write, >= 1.
+      dtype: Of keys and values.
+
+    Raises:
+      ValueError: If two ring layers have different windows.
+    """
+    ring_windows = {w for w in windows if w is not None}
+    if len(ring_windows) > 1:
+        raise ValueError(f"ring layers share one window, got {sorted(ring_windows)}")
+    layers = []
+    for (k, h, hv), window in zip(geometry, windows, strict=True):
+        s = max_len + slack if window is None else ring_len(window, slack) + slack
+        layers.append(
+            LayerCache(
+                jnp.zeros((batch_size, k, s, h), dtype), jnp.zeros((batch_size, k, s, hv), dtype)
+            )
+        )
+    ring_positions = None
+    if ring_windows:
+        s = ring_len(ring_windows.pop(), slack) + slack
+        ring_positions = jnp.full((batch_size, s), -1, jnp.int32)
+    return KVCache(tuple(layers), ring_positions, windows, slack)
+
+
+def advance_ring_positions(cache: KVCache, start: Int[Array, "b"], t: int) -> KVCache:
+    """Notes that positions start .. start+t-1 are being written; t <= slack.
+
+    Once per step, before the layers write.
+    """
+    if cache.ring_positions is None:
+        return cache
+    length = cache.ring_positions.shape[1] - cache.slack
+    kept = jnp.where(cache.ring_positions >= start[:, None], -1, cache.ring_positions)
+    first_slot = (start % length)[:, None]
+    slots = jnp.arange(kept.shape[1], dtype=jnp.int32)[None, :]
+    offset = slots - first_slot
+    written = (offset >= 0) & (offset < t)
+    positions = jnp.where(written, start[:, None] + offset, kept)
+    return dataclasses.replace(cache, ring_positions=positions)
+
+
+def _write_rows(memory, block, slots):
+    """memory [b,k,s,h] with block [b,k,t,h] at slots[b] of each row."""
+    if memory.shape[0] > _MAX_UNROLLED_ROWS:
+        one_row = lambda m, x, s: jax.lax.dynamic_update_slice(m, x, (0, s, 0))
+        return jax.vmap(one_row)(memory, block, slots)
+    for row in range(memory.shape[0]):
+        start = (row, 0, slots[row], 0)
+        memory = jax.lax.dynamic_update_slice(memory, block[row : row + 1], start)
+    return memory
+
+
+def write_block(
+    cache: KVCache, layer_idx: int, keys: Array, values: Array, start: Int[Array, "b"]
+) -> LayerCache:
+    """A layer with keys/values [b, k, t, *] written at positions start .. start+t-1; t <= slack."""
+    layer = cache.layers[layer_idx]
+    slots = start
+    if cache.windows[layer_idx] is not None:
+        slots = start % (layer.keys.shape[2] - cache.slack)
+    return LayerCache(
+        _write_rows(layer.keys, keys, slots), _write_rows(layer.values, values, slots)
+    )
+
+
+def _chunk_slot_positions(cache: KVCache, end: Int[Array, "b"]) -> Int[Array, "b s"]:
+    """Newest position below `end` that belongs into each ring slot; -1 in the slack slots."""
+    length = cache.ring_positions.shape[1] - cache.slack
+    slots = jnp.arange(length, dtype=jnp.int32)[None, :]
+    newest = end[:, None] - 1 - (end[:, None] - 1 - slots) % length
+    newest = jnp.maximum(newest, -1)
+    return jnp.pad(newest, ((0, 0), (0, cache.slack)), constant_values=-1)
+
+
+def write_chunk(
+    cache: KVCache,
+    layer_idx: int,
+    keys: Array,
+    values: Array,
+    start: Int[Array, "b"],
+    num_valid: Int[Array, "b"],
+) -> LayerCache:
+    """A layer with a prompt chunk of any length t written: positions start .. start+num_valid-1.
+
+    Padding at the chunk's end is not kept in rings; in linear layers it lands past the row's
+    length, where it is masked. Only prompts come this way: the slack slots must still be empty.
+    """
+    layer = cache.layers[layer_idx]
+    if cache.windows[layer_idx] is None:
+        t = keys.shape[2]
+        room = layer.keys.shape[2]
+        if t > room:
+            keys, values = keys[:, :, :room], values[:, :, :room]
+        return LayerCache(
+            _write_rows(layer.keys, keys, start), _write_rows(layer.values, values, start)
+        )
+    wanted = _chunk_slot_positions(cache, start + num_valid)
+    source = jnp.clip(wanted - start[:, None], 0, keys.shape[2] - 1)[:, None, :, None]
+    is_new = (wanted >= start[:, None])[:, None, :, None]
+
+    def merge(new, old):
+        return jnp.where(is_new, jnp.take_along_axis(new, source, axis=2), old)
+
+    return LayerCache(merge(keys, layer.keys), merge(values, layer.values))
+
+
+def finish_chunk(cache: KVCache, start: Int[Array, "b"], num_valid: Int[Array, "b"]) -> KVCache:
+    """Updates the position table after all layers wrote a chunk."""
+    if cache.ring_positions is None:
+        return cache
+    return dataclasses.replace(
+        cache, ring_positions=_chunk_slot_positions(cache, start + num_valid)
+    )
+
+
+def insert_row(cache: KVCache, row_cache: KVCache, row: Int[Array, ""]) -> KVCache:
+    """Replaces one row by a cache of batch 1 with the same shapes."""
+    return jax.tree.map(
+        lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one[0], row, 0),
+        cache,
+        row_cache,
+    )

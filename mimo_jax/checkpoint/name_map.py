@@ -1,0 +1,265 @@
+"""Name maps as data: which tensors of a file make up which parameter, read in both directions.
+
+A published file keeps every projection as its own [out, in] matrix; our parameters are [in, out],
+with projections of the same input side by side, and the experts of a layer in one stack. A `Leaf`
+says this once, and `read_leaves` and `write_model` follow it.
+
+Nothing half-written is ever trusted: each file is written under a temporary name and renamed,
+config.json is removed first and written last.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+
+from mimo_jax.checkpoint.safetensors_reader import CheckpointError, SafetensorsDir, nearest
+
+_FLOAT_DTYPES = tuple(np.dtype(d) for d in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One parameter and the tensors it is made of.
+
+    Attributes:
+      name: Parameter name, as in `models.params.flatten`.
+      sources: Tensor names; part-minor, expert-major. Empty: the parameter is zero and not stored.
+      shapes: Shape of each part in the file: [out, in], or any shape for a plain leaf.
+      num_stacked: Experts in the stack; 0 = no stack.
+      is_plain: Copied as it stands instead of transposed.
+      is_float32: float32 whatever the dtype of the model (router and its bias).
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    num_stacked: int = 0
+    is_plain: bool = False
+    is_float32: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.is_plain:
+            return self.shapes[0]
+        columns = sum(out for out, _ in self.shapes)
+        shape = (self.shapes[0][1], columns)
+        return (self.num_stacked, *shape) if self.num_stacked else shape
+
+    def source_shape(self, source_idx: int) -> tuple[int, ...]:
+        return self.shapes[source_idx % len(self.shapes)]
+
+    def _slot(self, source_idx: int):
+        """Index of one source in the parameter."""
+        expert_idx, part_idx = divmod(source_idx, len(self.shapes))
+        first = sum(out for out, _ in self.shapes[:part_idx])
+        columns = slice(first, first + self.shapes[part_idx][0])
+        return (expert_idx, slice(None), columns) if self.num_stacked else (slice(None), columns)
+
+    def assemble(self, tensors: list[np.ndarray], dtype) -> np.ndarray:
+        """The parameter from its sources."""
+        value = np.zeros(self.shape, dtype)
+        for source_idx, tensor in enumerate(tensors):
+            if self.is_plain:
+                value[...] = tensor
+            else:
+                value[self._slot(source_idx)] = tensor.T
+        return value
+
+    def take_apart(self, value: np.ndarray, source_idx: int) -> np.ndarray:
+        """One source from the parameter: the inverse of `assemble`."""
+        return value if self.is_plain else value[self._slot(source_idx)].T
+
+
+def plain(name: str, source: str, *shape: int, is_float32: bool = False) -> Leaf:
+    return Leaf(name, (source,), (shape,), is_plain=True, is_float32=is_float32)
+
+
+def columns(name: str, width_in: int, parts: dict[str, int], *, is_float32: bool = False) -> Leaf:
+    """Matrices [out, width_in] side by side: parts maps tensor name -> out."""
+    shapes = tuple((out, width_in) for out in parts.values())
+    return Leaf(name, tuple(parts), shapes, is_float32=is_float32)
+
+
+def expert_columns(name: str, num_experts: int, width_in: int, parts: dict[str, int]) -> Leaf:
+    """As `columns`, stacked over experts; part names hold one {} for the expert."""
+    sources = tuple(part.format(i) for i in range(num_experts) for part in parts)
+    shapes = tuple((out, width_in) for out in parts.values())
+    return Leaf(name, sources, shapes, num_stacked=num_experts)
+
+
+def zeros(name: str, *shape: int) -> Leaf:
+    """A float32 parameter that the files do not have."""
+    return Leaf(name, (), (shape,), is_plain=True, is_float32=True)
+
+
+def _check_names(leaves: list[Leaf], tensors: SafetensorsDir, alias: dict, is_ignored) -> None:
+    wanted = {source for leaf in leaves for source in leaf.sources}
+    unused = sorted(name for name in alias if name not in wanted and not is_ignored(name))
+    missing = [source for leaf in leaves for source in leaf.sources if source not in alias]
+    if missing:
+        raise CheckpointError(
+            f"{tensors.path}: {len(missing)} tensors are missing, first {missing[0]!r}"
+            f"{nearest(missing[0], unused)}"
+        )
+    if unused:
+        raise CheckpointError(
+            f"{tensors.file_of(alias[unused[0]])}: {len(unused)} tensors have no place in the "
+            f"model, first {unused[0]!r}{nearest(unused[0], wanted)}"
+        )
+
+
+def refuse_quantized(tensors: SafetensorsDir) -> None:
+    """One clear line for weights that are not plain floats."""
+    for name in tensors.names():
+        if "_scale" in name.rsplit(".", 1)[-1] or (
+            name.endswith("weight") and tensors.dtype(name) not in _FLOAT_DTYPES
+        ):
+            raise CheckpointError(
+                f"{tensors.file_of(name)}: {name!r} is {tensors.dtype(name)}: quantized weights "
+                "(FP8, MXFP4) are not supported yet; allowed: float32, float16, bfloat16"
+            )
+
+
+def read_leaves(
+    tensors: SafetensorsDir,
+    leaves: list[Leaf],
+    dtype,
+    *,
+    is_ignored=lambda name: False,
+    prefix: str = "",
+) -> dict[str, jnp.ndarray]:
+    """Every parameter by name.
+
+    Args:
+      tensors: Opened files.
+      leaves: The whole model.
+      dtype: Of all parameters that are not float32 by declaration.
+      is_ignored: Whether a tensor that no leaf wants is expected all the same.
+      prefix: May stand before any tensor name.
+
+    Raises:
+      CheckpointError: If a tensor is missing, has another shape, or has no place in the model.
+    """
+    alias = {}
+    for name in tensors.names():
+        short = name.removeprefix(prefix)
+        if short in alias:
+            raise CheckpointError(f"{tensors.file_of(name)}: both {short!r} and {name!r} exist")
+        alias[short] = name
+    _check_names(leaves, tensors, alias, is_ignored)
+    for leaf in leaves:
+        for source_idx, source in enumerate(leaf.sources):
+            shape, expected = tensors.shape(alias[source]), leaf.source_shape(source_idx)
+            if shape != expected:
+                raise CheckpointError(
+                    f"{tensors.file_of(alias[source])}: {source!r} has shape {list(shape)}, "
+                    f"expected {list(expected)}"
+                )
+    flat = {}
+    for leaf in leaves:
+        sources = [tensors.get(alias[source]) for source in leaf.sources]
+        value = leaf.assemble(sources, np.float32 if leaf.is_float32 else np.dtype(dtype))
+        flat[leaf.name] = jnp.array(value)
+    return flat
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _json_bytes(value: dict) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _cut_into_shards(sizes: dict[str, int], max_shard_bytes: int) -> list[list[str]]:
+    """Names in order, each shard at most max_shard_bytes or one tensor."""
+    shards, room = [], 0
+    for name, size in sizes.items():
+        if not shards or size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def write_model(
+    directory: str | os.PathLike,
+    leaves: list[Leaf],
+    flat: dict,
+    *,
+    dtype,
+    json_files: dict[str, dict],
+    max_shard_bytes: int,
+) -> None:
+    """Writes sharded safetensors, their index, and the JSON files with config.json last.
+
+    Weights and index of an earlier model in the same directory are removed.
+
+    Args:
+      directory: Made if needed.
+      leaves: The whole model.
+      flat: Parameters by name.
+      dtype: Of all tensors that are not float32 by declaration.
+      json_files: File name -> content; must hold config.json.
+      max_shard_bytes: A shard is cut before it would grow larger.
+
+    Raises:
+      CheckpointError: If parameters and leaves differ.
+    """
+    directory, dtype = Path(directory), np.dtype(dtype)
+    if dtype not in _FLOAT_DTYPES:
+        raise CheckpointError(f"{directory}: cannot write {dtype}; allowed: float32, bfloat16")
+    names = {leaf.name for leaf in leaves}
+    if names != set(flat):
+        odd = sorted(names ^ set(flat))[0]
+        raise CheckpointError(f"{directory}: parameter {odd!r} does not belong to this config")
+    places, sizes = {}, {}
+    for leaf in leaves:
+        if tuple(flat[leaf.name].shape) != leaf.shape:
+            raise CheckpointError(
+                f"{directory}: parameter {leaf.name!r} has shape {list(flat[leaf.name].shape)}, "
+                f"expected {list(leaf.shape)}"
+            )
+        if not leaf.sources and np.any(np.asarray(flat[leaf.name])):
+            raise CheckpointError(
+                f"{directory}: parameter {leaf.name!r} is not zero, and the format cannot store it"
+            )
+        item_bytes = 4 if leaf.is_float32 else dtype.itemsize
+        for source_idx, source in enumerate(leaf.sources):
+            places[source] = (leaf, source_idx)
+            sizes[source] = math.prod(leaf.source_shape(source_idx)) * item_bytes
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").unlink(missing_ok=True)
+    shards = _cut_into_shards(sizes, max_shard_bytes)
+    weight_map, kept = {}, set()
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        kept.add(file)
+        tensors = {}
+        for source in shard:
+            leaf, source_idx = places[source]
+            value = leaf.take_apart(np.asarray(flat[leaf.name]), source_idx)
+            item = np.dtype(np.float32) if leaf.is_float32 else dtype
+            tensors[source] = np.ascontiguousarray(value, item)
+            weight_map[source] = file
+        _write_file(directory / file, safetensors.numpy.save(tensors, {"format": "pt"}))
+    for old in [*directory.glob("model-*-of-*.safetensors"), directory / "model.safetensors"]:
+        if old.name not in kept:
+            old.unlink(missing_ok=True)
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    _write_file(directory / "model.safetensors.index.json", _json_bytes(index))
+    for name in sorted(json_files, key=lambda name: name == "config.json"):
+        _write_file(directory / name, _json_bytes(json_files[name]))

@@ -1,0 +1,161 @@
+"""Attention over one or several stretches of keys, with sinks, grouped heads and masks.
+
+Keys and values are head-major, [b, k, s, h]: a step's scores are then plain matrix products per
+KV head. A query may attend to several stretches (cache and chunk, or context and draft block)
+without concatenating them: copying a cache to append 8 keys would cost more than reading it.
+
+Whole training rows are cut into chunks of queries. In a sliding layer a chunk of one window sees
+itself and the chunk before, so cost per token is constant in the length of the row; in a global
+layer a chunk sees the row up to its own end, which skips the masked half of the scores.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+# Finite, so that a row that sees nothing gives an average and not NaN.
+MASKED_SCORE = -1e30
+
+
+class Stretch(NamedTuple):
+    """Keys that a query may see: keys [b,k,s,h], values [b,k,s,hv], mask [b,t,s] (True = seen)."""
+
+    keys: Float[Array, "b k s h"]
+    values: Float[Array, "b k s hv"]
+    mask: Bool[Array, "b t s"]
+
+
+def attend(
+    queries: Float[Array, "b t n h"],
+    stretches: Sequence[Stretch],
+    *,
+    sink: Float[Array, "n"] | None = None,
+) -> Float[Array, "b t n hv"]:
+    """Softmax attention over the union of the stretches, in float32.
+
+    Scores are scaled by 1/sqrt(h), h being the query/key width (not the value width). Keys and
+    values in masked slots may hold anything finite. A sink is one more logit per query head with
+    no value: rows then sum to less than one.
+
+    Returns:
+      [b, t, n, hv] in the dtype of the values.
+
+    Example: one query, one key with score 0 and a sink of 0 -> half of that key's value.
+
+    Source: arXiv:2601.02780 eq. 2-3 (sinks); grouped heads as in arXiv:2305.13245.
+    """
+    b, t, n, h = queries.shape
+    k = stretches[0].keys.shape[1]
+    g = n // k
+    q_bkgth = queries.reshape(b, t, k, g, h).transpose(0, 2, 3, 1, 4).reshape(b, k, g * t, h)
+    q_bkgth = q_bkgth * jnp.asarray(h**-0.5, queries.dtype)
+    scores = []
+    for keys, _, mask in stretches:
+        s = keys.shape[2]
+        part = jnp.einsum("bkqh,bksh->bkqs", q_bkgth, keys, preferred_element_type=jnp.float32)
+        seen = mask[:, None, None, :, :]
+        part = jnp.where(seen, part.reshape(b, k, g, t, s), MASKED_SCORE)
+        scores.append(part)
+    top = scores[0].max(axis=-1, keepdims=True)
+    for part in scores[1:]:
+        top = jnp.maximum(top, part.max(axis=-1, keepdims=True))
+    if sink is not None:
+        sink_bkgt = sink.astype(jnp.float32).reshape(1, k, g, 1, 1)
+        top = jnp.maximum(top, sink_bkgt)
+    # The shift cancels; letting gradients through the max doubled a training step's attention.
+    top = jax.lax.stop_gradient(top)
+    weights = [jnp.exp(part - top) for part in scores]
+    total = sum(w.sum(axis=-1, keepdims=True) for w in weights)
+    if sink is not None:
+        total = total + jnp.exp(sink_bkgt - top)
+    out = None
+    for w, (_, values, _) in zip(weights, stretches, strict=True):
+        s = values.shape[2]
+        part = jnp.einsum(
+            "bkqs,bksh->bkqh",
+            w.reshape(b, k, g * t, s).astype(values.dtype),
+            values,
+            preferred_element_type=jnp.float32,
+        )
+        out = part if out is None else out + part
+    out = out.reshape(b, k, g, t, -1) / total
+    hv = out.shape[-1]
+    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, hv).astype(stretches[0].values.dtype)
+
+
+def attend_in_causal_chunks(
+    queries: Float[Array, "b t n h"],
+    keys: Float[Array, "b k t h"],
+    values: Float[Array, "b k t hv"],
+    mask: Bool[Array, "b t t"],
+    *,
+    chunk_len: int,
+    sink: Float[Array, "n"] | None = None,
+) -> Float[Array, "b t n hv"]:
+    """Global attention of whole rows: each chunk of queries against the keys up to its end.
+
+    `mask` must be causal. Equal to `attend` over the whole row at 5/8 of the scores for 4 chunks.
+    """
+    out = []
+    for start in range(0, queries.shape[1], chunk_len):
+        end = min(start + chunk_len, queries.shape[1])
+        seen = Stretch(keys[:, :, :end], values[:, :, :end], mask[:, start:end, :end])
+        out.append(attend(queries[:, start:end], [seen], sink=sink))
+    return jnp.concatenate(out, axis=1) if len(out) > 1 else out[0]
+
+
+def attend_in_window_chunks(
+    queries: Float[Array, "b t n h"],
+    keys: Float[Array, "b k t h"],
+    values: Float[Array, "b k t hv"],
+    key_mask_fn,
+    *,
+    chunk_len: int,
+    sink: Float[Array, "n"] | None = None,
+) -> Float[Array, "b t n hv"]:
+    """Sliding attention of whole rows: chunk c sees chunks c-1 and c.
+
+    Exact for any window <= chunk_len.
+
+    Args:
+      queries: [b, t, n, h] with t divisible by chunk_len.
+      keys: [b, k, t, h].
+      values: [b, k, t, hv].
+      key_mask_fn: Maps (query index [b,q], key index [b,s], both into the row, key index -1 =
+        before the row) to a mask [b,q,s]; called once with the chunks folded into the batch.
+      chunk_len: Length of a chunk.
+      sink: As in `attend`.
+
+    Returns:
+      [b, t, n, hv].
+    """
+    b, t, n, h = queries.shape
+    k, hv = keys.shape[1], values.shape[3]
+    c = t // chunk_len
+
+    def with_previous(x):
+        chunks = x.reshape(b, k, c, chunk_len, -1)
+        previous = jnp.pad(chunks[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0), (0, 0)))
+        both = jnp.concatenate([previous, chunks], axis=3)
+        return both.transpose(0, 2, 1, 3, 4).reshape(b * c, k, 2 * chunk_len, -1)
+
+    index = jnp.arange(t, dtype=jnp.int32).reshape(1, c, chunk_len)
+    query_idx = jnp.broadcast_to(index, (b, c, chunk_len))
+    key_idx = jnp.concatenate([index - chunk_len, index], axis=2)
+    key_idx = jnp.broadcast_to(jnp.maximum(key_idx, -1), (b, c, 2 * chunk_len))
+    mask = key_mask_fn(query_idx, key_idx)
+    out = attend(
+        queries.reshape(b * c, chunk_len, n, h),
+        [
+            Stretch(
+                with_previous(keys),
+                with_previous(values),
+                mask.reshape(b * c, chunk_len, 2 * chunk_len),
+            )
+        ],
+        sink=sink,
+    )
+    return out.reshape(b, t, n, hv)

@@ -1,0 +1,170 @@
+"""Routed experts: the router, and four ways to run the chosen experts.
+
+Which way is a question of how many tokens there are, never of the result (only `capacity`, for
+training, may drop a token):
+
+  * sliced:   a step of one token. Reads the chosen experts only, one dynamic slice each.
+  * dense:    a draft block when experts are few. All experts as batched matmuls, the unchosen
+              weighted by zero: 8 tokens choosing 2 of 8 touch about 7 experts anyway.
+  * grouped:  many tokens. Sort by expert, `lax.ragged_dot`.
+  * capacity: training. Each expert takes a fixed number of rows, so shapes are static and both
+              directions are gathers; measured 1.8x `ragged_dot` on 2 CPU cores (4,096 tokens).
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def swiglu(x: Float[Array, "*b d"], w_gate_up: Float[Array, "d f2"], w_down: Float[Array, "f d"]):
+    """down(silu(gate x) * (up x)), unclamped; gate is the first half of w_gate_up's columns."""
+    gate, up = jnp.split(x @ w_gate_up, 2, axis=-1)
+    return (jax.nn.silu(gate) * up) @ w_down
+
+
+def route(
+    x: Float[Array, "t d"],
+    w_router: Float[Array, "d e"],
+    selection_bias: Float[Array, "e"],
+    *,
+    top_k: int,
+    routed_scale: float,
+    scoring: str = "sigmoid",
+) -> tuple[Int[Array, "t top_k"], Float[Array, "t top_k"], Float[Array, "t e"]]:
+    """Chooses top_k experts per token, in float32 whatever the dtype of x.
+
+    The bias moves the choice only; weights come from the unbiased scores and are renormalised.
+    Ties go to the lower index.
+
+    Returns:
+      expert ids int32 [t, top_k], weights float32 [t, top_k], logits float32 [t, e].
+
+    Example: scores (.5, .6, .4), bias (0, 0, .3), top_k=2 -> ids (2, 1), weights (.4, .6).
+
+    Source: arXiv:2412.19437 section 2.1.2 (auxiliary-loss-free balancing).
+    """
+    logits = x.astype(jnp.float32) @ w_router.astype(jnp.float32)
+    if scoring == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+    else:
+        scores = jax.nn.softmax(logits, axis=-1)
+    choice = scores + selection_bias.astype(jnp.float32)[None, :]
+    _, expert_ids = jax.lax.top_k(choice, top_k)
+    weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
+    weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20) * routed_scale
+    return expert_ids, weights, logits
+
+
+def run_experts(
+    x: Float[Array, "t d"],
+    expert_ids: Int[Array, "t top_k"],
+    weights: Float[Array, "t top_k"],
+    w_gate_up: Float[Array, "e d f2"],
+    w_down: Float[Array, "e f d"],
+) -> Float[Array, "t d"]:
+    """Weighted sum of the chosen experts' SwiGLU, exact; picks the way by the number of tokens."""
+    t, top_k = expert_ids.shape
+    e = w_gate_up.shape[0]
+    if t == 1 or t * top_k < e // 2:
+        return _run_sliced(x, expert_ids, weights, w_gate_up, w_down)
+    if e <= 4 * top_k:
+        return _run_dense(x, expert_ids, weights, w_gate_up, w_down)
+    return _run_grouped(x, expert_ids, weights, w_gate_up, w_down)
+
+
+def _run_sliced(x, expert_ids, weights, w_gate_up, w_down):
+    rows = []
+    for i in range(x.shape[0]):
+        total = None
+        for j in range(expert_ids.shape[1]):
+            expert = expert_ids[i, j]
+            gate_up = jax.lax.dynamic_index_in_dim(w_gate_up, expert, keepdims=False)
+            down = jax.lax.dynamic_index_in_dim(w_down, expert, keepdims=False)
+            out = swiglu(x[i : i + 1], gate_up, down) * weights[i, j].astype(x.dtype)
+            total = out if total is None else total + out
+        rows.append(total)
+    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=0)
+
+
+def _run_dense(x, expert_ids, weights, w_gate_up, w_down):
+    e = w_gate_up.shape[0]
+    chosen = jax.nn.one_hot(expert_ids, e, dtype=jnp.float32)  # [t, top_k, e]
+    weight_of_expert = jnp.einsum("tke,tk->et", chosen, weights)
+    hidden = jnp.einsum("td,edf->etf", x, w_gate_up)
+    gate, up = jnp.split(hidden, 2, axis=-1)
+    hidden = jax.nn.silu(gate) * up * weight_of_expert[:, :, None].astype(x.dtype)
+    return jnp.einsum("etf,efd->td", hidden, w_down)
+
+
+def _run_grouped(x, expert_ids, weights, w_gate_up, w_down):
+    t, top_k = expert_ids.shape
+    e = w_gate_up.shape[0]
+    flat_ids = expert_ids.reshape(-1)
+    order = jnp.argsort(flat_ids, stable=True)
+    rows = jnp.take(x, order // top_k, axis=0)
+    group_sizes = jnp.bincount(flat_ids, length=e).astype(jnp.int32)
+    hidden = jax.lax.ragged_dot(rows, w_gate_up, group_sizes)
+    gate, up = jnp.split(hidden, 2, axis=-1)
+    out = jax.lax.ragged_dot(jax.nn.silu(gate) * up, w_down, group_sizes)
+    out = out * jnp.take(weights.reshape(-1), order)[:, None].astype(x.dtype)
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(t * top_k, dtype=order.dtype))
+    return jnp.take(out, back, axis=0).reshape(t, top_k, -1).sum(axis=1)
+
+
+@jax.custom_vjp
+def _gather_rows(x, index, users):
+    """out[i] = x[index[i]], an index of len(x) giving zeros; `users` serves the way back.
+
+    users [len(x), r] lists for each row of x the outputs that read it (len(out) = none): the
+    gradient is then a gather as well, where XLA's own would be a scatter-add.
+    """
+    padded = jnp.concatenate([x, jnp.zeros((1, x.shape[1]), x.dtype)])
+    return jnp.take(padded, index, axis=0)
+
+
+def _gather_rows_fwd(x, index, users):
+    return _gather_rows(x, index, users), users
+
+
+def _gather_rows_bwd(users, grad):
+    padded = jnp.concatenate([grad, jnp.zeros((1, grad.shape[1]), grad.dtype)])
+    return jnp.take(padded, users, axis=0).sum(axis=1), None, None
+
+
+_gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
+
+
+def run_experts_with_capacity(
+    x: Float[Array, "t d"],
+    expert_ids: Int[Array, "t top_k"],
+    weights: Float[Array, "t top_k"],
+    w_gate_up: Float[Array, "e d f2"],
+    w_down: Float[Array, "e f d"],
+    *,
+    capacity_factor: float,
+) -> Float[Array, "t d"]:
+    """As `run_experts`, but each expert serves its first t*top_k/e*capacity_factor rows only.
+
+    For training: rows past the capacity contribute nothing (and get no gradient from here).
+    """
+    t, top_k = expert_ids.shape
+    e = w_gate_up.shape[0]
+    capacity = min(t, -(-int(t * top_k * capacity_factor) // e))
+    flat_ids = expert_ids.reshape(-1)
+    chosen = jax.nn.one_hot(flat_ids, e, dtype=jnp.int32)
+    rank = jnp.sum((jnp.cumsum(chosen, axis=0) - 1) * chosen, axis=1)
+    num_slots = e * capacity
+    slot = jnp.where(rank < capacity, flat_ids * capacity + rank, num_slots)  # [t * top_k]
+    pair_of_slot = (
+        jnp.full((num_slots + 1,), t * top_k, jnp.int32)
+        .at[slot]
+        .set(jnp.arange(t * top_k, dtype=jnp.int32))[:num_slots]
+    )
+    token_of_slot = jnp.where(pair_of_slot < t * top_k, pair_of_slot // top_k, t)
+    rows = _gather_rows(x, token_of_slot, slot.reshape(t, top_k)).reshape(e, capacity, -1)
+    hidden = jnp.einsum("ecd,edf->ecf", rows, w_gate_up)
+    gate, up = jnp.split(hidden, 2, axis=-1)
+    out = jnp.einsum("ecf,efd->ecd", jax.nn.silu(gate) * up, w_down)
+    out = _gather_rows(out.reshape(num_slots, -1), slot, pair_of_slot[:, None])
+    out = out.reshape(t, top_k, -1)
+    return jnp.einsum("tkd,tk->td", out, weights.astype(x.dtype))

@@ -1,0 +1,1 @@
+"""The models: Flax nnx modules that declare every weight once and call `layers/` for the maths."""

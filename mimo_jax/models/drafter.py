@@ -1,0 +1,251 @@
+"""The DFlash drafter: one forward proposes every token of a draft block.
+
+A block is [anchor, mask x m]. Queries come from the block only; keys and values come from the
+context features of committed positions and from the block itself ("KV injection": each layer
+projects the same fused features with its own K and V weights, so the context has no residual
+stream and costs nothing per layer beyond that). The mask slot at a position predicts the token
+*at* that position; the anchor's slot predicts nothing. There is one denoising step.
+
+The drafter owns no embedding and no head: both are the target's. The mask vector is the row of
+`mask_token_id` in the target's embedding.
+
+Memory holds context K/V only; block K/V never enters it.
+
+Traps: the anchor's own feature does not exist when it is drafted from (context is strictly before
+it); context features do not pass a layer's input norm (their only norm is `context_norm`).
+
+Source: arXiv:2602.06036 and the published drafter class; glossary: KV injection, draft block.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from mimo_jax import cache as kv
+from mimo_jax.config import DrafterConfig
+from mimo_jax.layers import masks
+from mimo_jax.layers.attention import Stretch, attend
+from mimo_jax.layers.moe import swiglu
+from mimo_jax.layers.norm import rms_norm
+from mimo_jax.layers.rope import apply_rope, inverse_frequencies, rope_tables
+from mimo_jax.models.params import weight
+
+
+class ContextKV(NamedTuple):
+    """Per layer, keys [b, k, s, h] and values [b, k, s, hv] of context features."""
+
+    keys: tuple[Float[Array, "b k s h"], ...]
+    values: tuple[Float[Array, "b k s hv"], ...]
+
+
+class DrafterLayer(nnx.Module):
+    """Weights of one draft layer."""
+
+    def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, dtype):
+        d, a = config.hidden_size, config.attention
+        out_scale = (2 * config.num_layers) ** -0.5
+        self.attention_norm = weight(rngs, (d,), ("embed",), fill=1.0, dtype=dtype)
+        q_width, k_width, v_width = a.qkv_widths
+        self.w_q = weight(rngs, (d, q_width), ("embed", "heads"), dtype=dtype)
+        self.w_kv = weight(rngs, (d, k_width + v_width), ("embed", "heads"), dtype=dtype)
+        if config.use_qk_norm:
+            self.q_norm = weight(rngs, (a.head_dim,), (None,), fill=1.0, dtype=dtype)
+            self.k_norm = weight(rngs, (a.head_dim,), (None,), fill=1.0, dtype=dtype)
+        if a.has_sink:
+            self.sink = weight(rngs, (a.num_heads,), ("heads",), fill=0.0, dtype=dtype)
+        scale = out_scale * a.out_width**-0.5
+        self.w_out = weight(rngs, (a.out_width, d), ("heads", "embed"), scale=scale, dtype=dtype)
+        self.ffn_norm = weight(rngs, (d,), ("embed",), fill=1.0, dtype=dtype)
+        f = config.dense_hidden_size
+        self.w_gate_up = weight(rngs, (d, 2 * f), ("embed", "hidden"), dtype=dtype)
+        scale = out_scale * f**-0.5
+        self.w_down = weight(rngs, (f, d), ("hidden", "embed"), scale=scale, dtype=dtype)
+
+
+class Drafter(nnx.Module):
+    """Context fusion, KV injection and the block forward."""
+
+    def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
+        self.config = config
+        c, d = config.context_width, config.hidden_size
+        self.w_fuse = weight(rngs, (c, d), ("context", "embed"), dtype=dtype)
+        self.context_norm = weight(rngs, (d,), ("embed",), fill=1.0, dtype=dtype)
+        self.layers = nnx.List(
+            [DrafterLayer(config, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)]
+        )
+        self.final_norm = weight(rngs, (d,), ("embed",), fill=1.0, dtype=dtype)
+
+    @property
+    def dtype(self):
+        return self.w_fuse[...].dtype
+
+    def make_cache(self, batch_size: int, max_len: int, slack: int) -> kv.KVCache:
+        """Empty context memory for rows of up to max_len tokens."""
+        a = self.config.attention
+        return kv.make_cache(
+            batch_size,
+            max_len,
+            [(a.num_kv_heads, a.head_dim, a.v_head_dim)] * self.config.num_layers,
+            self.config.windows,
+            slack=slack,
+            dtype=self.dtype,
+        )
+
+    def _rope(self, positions):
+        a = self.config.attention
+        return rope_tables(
+            positions, inverse_frequencies(a.rope_dim, a.rope_theta, a.rope_scaling)
+        )
+
+    def _keys_values(self, layer, x, tables):
+        """K and V of one layer for context features or block hidden states, head-major."""
+        config, a = self.config, self.config.attention
+        b, s, _ = x.shape
+        k_width = a.qkv_widths[1]
+        keys, values = jnp.split(x @ layer.w_kv[...], [k_width], axis=-1)
+        keys = keys.reshape(b, s, a.num_kv_heads, a.head_dim)
+        values = values.reshape(b, s, a.num_kv_heads, a.v_head_dim)
+        if config.use_qk_norm:
+            keys = rms_norm(keys, layer.k_norm[...], eps=config.norm_eps)
+        keys = apply_rope(keys, *tables)
+        if config.value_scale != 1.0:
+            values = values * jnp.asarray(config.value_scale, values.dtype)
+        return keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
+
+    def fuse_context(self, context_features: Float[Array, "b s c"]) -> Float[Array, "b s d"]:
+        """Projects and norms the concatenated taps; shared by all layers."""
+        fused = context_features @ self.w_fuse[...]
+        return rms_norm(fused, self.context_norm[...], eps=self.config.norm_eps)
+
+    def project_context(
+        self, context_features: Float[Array, "b s c"], positions: Int[Array, "b s"]
+    ) -> ContextKV:
+        """Context K/V of every layer at the features' own absolute positions."""
+        fused, tables = self.fuse_context(context_features), self._rope(positions)
+        pairs = [self._keys_values(layer, fused, tables) for layer in self.layers]
+        return ContextKV(tuple(k for k, _ in pairs), tuple(v for _, v in pairs))
+
+    def inject_context(
+        self, cache: kv.KVCache, context_features: Float[Array, "b t c"], start: Int[Array, "b"]
+    ) -> kv.KVCache:
+        """Writes the context K/V of one verified block, positions start .. start+t-1.
+
+        Rejected positions may be included: they stand at or past the next anchor, where no query
+        looks, and are overwritten by the next block.
+        """
+        t = context_features.shape[1]
+        positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
+        context = self.project_context(context_features, positions)
+        cache = kv.advance_ring_positions(cache, start, t)
+        layers = tuple(
+            kv.write_block(cache, i, context.keys[i], context.values[i], start)
+            for i in range(self.config.num_layers)
+        )
+        return kv.KVCache(layers, cache.ring_positions, cache.windows, cache.slack)
+
+    def inject_prompt(
+        self,
+        cache: kv.KVCache,
+        context_features: Float[Array, "b t c"],
+        start: Int[Array, "b"],
+        num_valid: Int[Array, "b"],
+    ) -> kv.KVCache:
+        """As `inject_context` for a prompt chunk of any length, padded on the right."""
+        t = context_features.shape[1]
+        positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
+        context = self.project_context(context_features, positions)
+        layers = tuple(
+            kv.write_chunk(cache, i, context.keys[i], context.values[i], start, num_valid)
+            for i in range(self.config.num_layers)
+        )
+        new_cache = kv.KVCache(layers, cache.ring_positions, cache.windows, cache.slack)
+        return kv.finish_chunk(new_cache, start, num_valid)
+
+    def draft_hidden(
+        self,
+        block_embeddings: Float[Array, "b m1 d"],
+        cache: kv.KVCache,
+        anchor_pos: Int[Array, "b"],
+        active_len: Int[Array, "b"],
+    ) -> Float[Array, "b m1 d"]:
+        """Normed hidden states of a block against the context memory.
+
+        Args:
+          block_embeddings: Target embeddings of [anchor, mask, mask, ...].
+          cache: Context memory of all positions before the anchor.
+          anchor_pos: Absolute position of the anchor.
+          active_len: Slots in use, 1..m1; later slots are nobody's keys (the block sees itself
+            both ways, so a padded slot would change the others).
+
+        Returns:
+          [b, m1, d]; slot j >= 1 goes through the target's head to predict position
+          anchor_pos + j.
+        """
+        m1 = block_embeddings.shape[1]
+        context = [
+            Stretch(
+                *cache.layers[i],
+                masks.draft_context_mask(
+                    anchor_pos, m1, cache.key_positions(i), self.config.windows[i]
+                ),
+            )
+            for i in range(self.config.num_layers)
+        ]
+        return self._run_block(block_embeddings, anchor_pos, active_len, context)
+
+    def train_hidden(
+        self,
+        block_embeddings: Float[Array, "b m1 d"],
+        context_keys: tuple[Float[Array, "b k s h"], ...],
+        context_values: tuple[Float[Array, "b k s hv"], ...],
+        context_pos: Int[Array, "b s"],
+        anchor_pos: Int[Array, "b"],
+    ) -> Float[Array, "b m1 d"]:
+        """The same block forward with context K/V gathered by the trainer.
+
+        Args:
+          block_embeddings: One row per anchor.
+          context_keys: Per layer, keys of the positions in context_pos.
+          context_values: Per layer, values.
+          context_pos: Absolute position of each gathered key, -1 = nothing there.
+          anchor_pos: Absolute position of each anchor.
+        """
+        m1 = block_embeddings.shape[1]
+        context = [
+            Stretch(
+                context_keys[i],
+                context_values[i],
+                masks.draft_context_mask(anchor_pos, m1, context_pos, self.config.windows[i]),
+            )
+            for i in range(self.config.num_layers)
+        ]
+        active_len = jnp.full(anchor_pos.shape, m1, jnp.int32)
+        return self._run_block(block_embeddings, anchor_pos, active_len, context)
+
+    def _run_block(self, x, anchor_pos, active_len, context: list[Stretch]):
+        config, a = self.config, self.config.attention
+        b, m1, _ = x.shape
+        positions = anchor_pos[:, None] + jnp.arange(m1, dtype=jnp.int32)[None, :]
+        tables = self._rope(positions)
+        block_masks: dict[bool, Bool[Array, "b m1 m1"]] = {}
+        for layer_idx, layer in enumerate(self.layers):
+            is_causal = config.is_causal[layer_idx]
+            if is_causal not in block_masks:
+                block_masks[is_causal] = masks.draft_block_mask(active_len, m1, is_causal)
+            normed = rms_norm(x, layer.attention_norm[...], eps=config.norm_eps)
+            queries = (normed @ layer.w_q[...]).reshape(b, m1, a.num_heads, a.head_dim)
+            if config.use_qk_norm:
+                queries = rms_norm(queries, layer.q_norm[...], eps=config.norm_eps)
+            queries = apply_rope(queries, *tables)
+            keys, values = self._keys_values(layer, normed, tables)
+            mixed = attend(
+                queries,
+                [context[layer_idx], Stretch(keys, values, block_masks[is_causal])],
+                sink=layer.sink[...] if a.has_sink else None,
+            )
+            x = x + mixed.reshape(b, m1, a.out_width) @ layer.w_out[...]
+            normed = rms_norm(x, layer.ffn_norm[...], eps=config.norm_eps)
+            x = x + swiglu(normed, layer.w_gate_up[...], layer.w_down[...])
+        return rms_norm(x, self.final_norm[...], eps=config.norm_eps)

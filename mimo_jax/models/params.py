@@ -1,0 +1,66 @@
+"""Declaring weights: shape, dtype, logical axes and initializer, once.
+
+Hot paths never see a module: `split` gives the static graph and the array pytree, programs take
+the pytree and `nnx.merge` inside the trace (nnx.jit costs 4 ms a call at 120 leaves, this 0.15).
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+def weight(rngs: nnx.Rngs, shape, axes, *, scale: float | None = None, fill=None, dtype):
+    """A parameter with logical axis names, normal(0, scale) or constant.
+
+    Args:
+      rngs: Source of the initial values.
+      shape: Dimensions.
+      axes: One logical axis name (or None) per dimension; sharding rules map them to a mesh.
+      scale: Standard deviation; default 1/sqrt(second-to-last dimension).
+      fill: Constant instead of random values.
+      dtype: Of the stored array.
+    """
+    if fill is not None:
+        value = jnp.full(shape, fill, dtype)
+    else:
+        scale = shape[-2] ** -0.5 if scale is None else scale
+        value = (jax.random.normal(rngs.params(), shape, jnp.float32) * scale).astype(dtype)
+    return nnx.Param(value, logical_axes=tuple(axes))
+
+
+def split(module: nnx.Module):
+    """(graph, params): hashable structure and a pytree of arrays for `jax.jit`."""
+    return nnx.split(module)
+
+
+def abstract(make_module):
+    """(graph, params) of a module that is never allocated: leaves are jax.ShapeDtypeStruct."""
+    return nnx.split(nnx.eval_shape(make_module))
+
+
+def flatten(params) -> dict[str, jax.Array]:
+    """Pytree of a model -> {"layers.0.w_qkv": array}, sorted by name."""
+    flat = {}
+    for path, leaf in nnx.to_flat_state(params):
+        flat[".".join(str(part) for part in path)] = leaf[...]
+    return dict(sorted(flat.items()))
+
+
+def unflatten(params_like, flat: dict[str, jax.Array]):
+    """The inverse of `flatten`: leaves of `params_like` replaced by name.
+
+    Raises:
+      ValueError: If a name is missing, unexpected, or has another shape.
+    """
+    entries = {".".join(str(part) for part in path): (path, leaf) for path, leaf in
+               nnx.to_flat_state(params_like)}
+    missing = sorted(set(entries) - set(flat))
+    extra = sorted(set(flat) - set(entries))
+    if missing or extra:
+        raise ValueError(f"parameters do not match: missing {missing[:3]}, unexpected {extra[:3]}")
+    new = []
+    for name, (path, leaf) in entries.items():
+        if tuple(flat[name].shape) != tuple(leaf.shape):
+            raise ValueError(f"{name} has shape {flat[name].shape}, expected {leaf.shape}")
+        new.append((path, leaf.replace(flat[name])))
+    return nnx.from_flat_state(new)

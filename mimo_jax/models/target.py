@@ -1,0 +1,343 @@
+"""The target: MiMo-V2's text backbone, and dense Qwen3 and Llama as configs of the same module.
+
+One loop over layers serves training, prefill and verify; they differ in how a layer's queries
+meet keys, which the loop receives as a function. Nothing here knows about drafting: the target
+merely returns the residual stream after the layers it is asked for (the context features).
+
+Fused projections (q|k|v and gate|up side by side in one matrix) halve the number of small matmuls
+in a decode step. Layers are unrolled: their geometry differs by kind, and XLA would copy each
+slice of a stack.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from mimo_jax import cache as kv
+from mimo_jax.config import TargetConfig
+from mimo_jax.layers import masks, moe
+from mimo_jax.layers.attention import (
+    Stretch,
+    attend,
+    attend_in_causal_chunks,
+    attend_in_window_chunks,
+)
+from mimo_jax.layers.norm import rms_norm
+from mimo_jax.layers.rope import apply_rope, inverse_frequencies, rope_tables
+from mimo_jax.models.params import weight
+
+# Queries per chunk of a global layer over a whole row.
+_ROW_CHUNK_LEN = 128
+
+
+class TargetOutput(NamedTuple):
+    """What a target forward gives.
+
+    Attributes:
+      logits: float32 [b, t, v], or [b, 1, v] where one position per row was asked for.
+      context_features: [b, t, c] residual stream after each tapped layer, in the asked order;
+        None when no layer was asked for.
+      cache: Memory with the tokens written; None without a cache.
+      expert_load: float32 [num sparse layers, e], tokens per expert; None unless asked for.
+    """
+
+    logits: Float[Array, "b t v"]
+    context_features: Float[Array, "b t c"] | None
+    cache: kv.KVCache | None
+    expert_load: Float[Array, "l e"] | None = None
+
+
+class TargetLayer(nnx.Module):
+    """Weights of one layer; see `Target` for the forward."""
+
+    def __init__(self, config: TargetConfig, layer_idx: int, *, rngs: nnx.Rngs, dtype):
+        d, geometry = config.hidden_size, config.layer_attention(layer_idx)
+        out_scale = (2 * config.num_layers) ** -0.5
+        self.attention_norm = weight(rngs, (d,), ("embed",), fill=1.0, dtype=dtype)
+        self.w_qkv = weight(rngs, (d, sum(geometry.qkv_widths)), ("embed", "heads"), dtype=dtype)
+        if config.use_qk_norm:
+            h = geometry.head_dim
+            self.q_norm = weight(rngs, (h,), (None,), fill=1.0, dtype=dtype)
+            self.k_norm = weight(rngs, (h,), (None,), fill=1.0, dtype=dtype)
+        if geometry.has_sink:
+            self.sink = weight(rngs, (geometry.num_heads,), ("heads",), fill=0.0, dtype=dtype)
+        width = geometry.out_width
+        self.w_out = weight(
+            rngs, (width, d), ("heads", "embed"), scale=out_scale * width**-0.5, dtype=dtype
+        )
+        self.ffn_norm = weight(rngs, (d,), ("embed",), fill=1.0, dtype=dtype)
+        if config.is_moe_layer[layer_idx]:
+            e, f = config.moe.num_experts, config.moe.hidden_size
+            # f32 router: a bf16 one picks other experts near ties (sglang-jax issue 969).
+            self.w_router = weight(rngs, (d, e), ("embed", None), dtype=jnp.float32)
+            self.selection_bias = weight(rngs, (e,), (None,), fill=0.0, dtype=jnp.float32)
+            axes = ("experts", "embed", "expert_hidden")
+            self.experts_gate_up = weight(rngs, (e, d, 2 * f), axes, dtype=dtype)
+            axes = ("experts", "expert_hidden", "embed")
+            scale = out_scale * f**-0.5
+            self.experts_down = weight(rngs, (e, f, d), axes, scale=scale, dtype=dtype)
+        else:
+            f = config.dense_hidden_size
+            self.w_gate_up = weight(rngs, (d, 2 * f), ("embed", "hidden"), dtype=dtype)
+            scale = out_scale * f**-0.5
+            self.w_down = weight(rngs, (f, d), ("hidden", "embed"), scale=scale, dtype=dtype)
+
+
+class Target(nnx.Module):
+    """Decoder-only transformer; every weight is declared here or in TargetLayer.
+
+    Example: `Target(config, rngs=nnx.Rngs(0))(token_ids).logits` -> float32 [b, t, v].
+    """
+
+    def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
+        self.config = config
+        v, d = config.vocab_size, config.hidden_size
+        self.embedding = weight(rngs, (v, d), ("vocab", "embed"), scale=d**-0.5, dtype=dtype)
+        self.layers = nnx.List(
+            [TargetLayer(config, i, rngs=rngs, dtype=dtype) for i in range(config.num_layers)]
+        )
+        self.final_norm = weight(rngs, (d,), ("embed",), fill=1.0, dtype=dtype)
+        if not config.tie_embeddings:
+            self.head = weight(rngs, (d, v), ("embed", "vocab"), dtype=dtype)
+
+    @property
+    def dtype(self):
+        return self.embedding[...].dtype
+
+    def embed(self, token_ids: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+        return jnp.take(self.embedding[...], token_ids, axis=0)
+
+    def unembed(self, hidden: Float[Array, "*b d"], vocab_size: int | None = None):
+        """Float32 logits of normed hidden states, over the first vocab_size ids."""
+        head = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
+        if vocab_size is not None and vocab_size < head.shape[1]:
+            head = head[:, :vocab_size]
+        return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+
+    def make_cache(self, batch_size: int, max_len: int, slack: int) -> kv.KVCache:
+        """Empty memory for rows of up to max_len tokens, written up to `slack` at a time."""
+        kinds = [self.config.layer_attention(i) for i in range(self.config.num_layers)]
+        return kv.make_cache(
+            batch_size,
+            max_len,
+            [(a.num_kv_heads, a.head_dim, a.v_head_dim) for a in kinds],
+            tuple(a.window for a in kinds),
+            slack=slack,
+            dtype=self.dtype,
+        )
+
+    def __call__(
+        self,
+        token_ids: Int[Array, "b t"],
+        *,
+        segment_ids: Int[Array, "b t"] | None = None,
+        positions: Int[Array, "b t"] | None = None,
+        tap_layer_ids: tuple[int, ...] = (),
+        capacity_factor: float | None = None,
+        with_expert_load: bool = False,
+    ) -> TargetOutput:
+        """Forward over whole rows, without memory: training and parity.
+
+        Args:
+          token_ids: int32 ids.
+          segment_ids: Packed documents; tokens see their own segment only. None = one document.
+          positions: RoPE positions; default 0..t-1. Only differences within a segment matter.
+          tap_layer_ids: Layers whose output is returned as context features.
+          capacity_factor: Run experts with a capacity (training); None = exact.
+          with_expert_load: Also count tokens per expert.
+        """
+        b, t = token_ids.shape
+        index = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None], (b, t))
+        if positions is None:
+            positions = index
+        if segment_ids is None:
+            segment_ids = jnp.ones((b, t), jnp.int32)
+
+        def row_mask(query_idx, key_idx, window):
+            """Mask of row indices [b, c, q] and [b, c, s] -> [b*c, q, s]."""
+            query_idx, key_idx = (x.reshape(-1, x.shape[-1]) for x in (query_idx, key_idx))
+            segments = jnp.repeat(segment_ids, query_idx.shape[0] // b, axis=0)
+            of = lambda idx: jnp.take_along_axis(segments, jnp.maximum(idx, 0), axis=1)
+            mask = masks.causal_mask(query_idx, key_idx, window)
+            return mask & masks.segment_mask(of(query_idx), of(key_idx))
+
+        whole_mask = {}
+
+        def mix(layer_idx, queries, keys, values, sink):
+            window = self.config.layer_attention(layer_idx).window
+            if window is not None and t % window == 0 and t >= 2 * window:
+                mask_fn = lambda q, s: row_mask(q, s, window)
+                return attend_in_window_chunks(
+                    queries, keys, values, mask_fn, chunk_len=window, sink=sink
+                )
+            if window not in whole_mask:
+                whole_mask[window] = row_mask(index, index, window)
+            return attend_in_causal_chunks(
+                queries, keys, values, whole_mask[window], chunk_len=_ROW_CHUNK_LEN, sink=sink
+            )
+
+        hidden, features, load = self._run_layers(
+            self.embed(token_ids), positions, mix, tap_layer_ids, capacity_factor, with_expert_load
+        )
+        return TargetOutput(self.unembed(hidden), features, None, load)
+
+    def prefill(
+        self,
+        token_ids: Int[Array, "b t"],
+        cache: kv.KVCache,
+        start: Int[Array, "b"],
+        num_valid: Int[Array, "b"],
+        *,
+        is_first: bool,
+        tap_layer_ids: tuple[int, ...] = (),
+    ) -> TargetOutput:
+        """One chunk of a prompt: attends to the memory and itself, then writes.
+
+        Args:
+          token_ids: The chunk, padded on the right.
+          cache: Memory of positions below `start`.
+          start: Position of the chunk's first token.
+          num_valid: Tokens that are not padding, 1..t.
+          is_first: Whether the memory is empty (start = 0): then it is not read.
+          tap_layer_ids: As in `__call__`.
+
+        Returns:
+          Logits [b, 1, v] after the last valid token; features [b, t, c] (padding included).
+        """
+        b, t = token_ids.shape
+        index = jnp.arange(t, dtype=jnp.int32)[None, :]
+        positions = start[:, None] + index
+        chunk_pos = jnp.where(index < num_valid[:, None], positions, -1)
+        layers = list(cache.layers)
+        old_mask, new_mask = {}, {}
+
+        def mix(layer_idx, queries, keys, values, sink):
+            window = self.config.layer_attention(layer_idx).window
+            if window not in new_mask:
+                new_mask[window] = masks.causal_mask(positions, chunk_pos, window)
+                old_pos = cache.key_positions(layer_idx)
+                old_pos = jnp.where(old_pos < start[:, None], old_pos, -1)
+                old_mask[window] = masks.causal_mask(positions, old_pos, window)
+            stretches = [Stretch(keys, values, new_mask[window])]
+            if not is_first:
+                stretches.append(Stretch(*cache.layers[layer_idx], old_mask[window]))
+            layers[layer_idx] = kv.write_chunk(cache, layer_idx, keys, values, start, num_valid)
+            return attend(queries, stretches, sink=sink)
+
+        hidden, features, _ = self._run_layers(
+            self.embed(token_ids), positions, mix, tap_layer_ids
+        )
+        last = jnp.take_along_axis(hidden, (num_valid - 1)[:, None, None], axis=1)
+        new_cache = kv.KVCache(tuple(layers), cache.ring_positions, cache.windows, cache.slack)
+        new_cache = kv.finish_chunk(new_cache, start, num_valid)
+        return TargetOutput(self.unembed(last), features, new_cache)
+
+    def step(
+        self,
+        token_ids: Int[Array, "b t"],
+        cache: kv.KVCache,
+        start: Int[Array, "b"],
+        *,
+        tap_layer_ids: tuple[int, ...] = (),
+    ) -> TargetOutput:
+        """A few tokens per row at positions start .. start+t-1: plain decoding (t=1) and verify.
+
+        Writes, then attends to the memory alone. Rolling back is the caller's business: pass a
+        smaller `start` next time.
+        """
+        t = token_ids.shape[1]
+        positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
+        cache = kv.advance_ring_positions(cache, start, t)
+        layers = list(cache.layers)
+        mask = {}
+
+        def mix(layer_idx, queries, keys, values, sink):
+            window = self.config.layer_attention(layer_idx).window
+            if window not in mask:
+                mask[window] = masks.causal_mask(
+                    positions, cache.key_positions(layer_idx), window
+                )
+            layers[layer_idx] = kv.write_block(cache, layer_idx, keys, values, start)
+            return attend(queries, [Stretch(*layers[layer_idx], mask[window])], sink=sink)
+
+        hidden, features, _ = self._run_layers(
+            self.embed(token_ids), positions, mix, tap_layer_ids
+        )
+        new_cache = kv.KVCache(tuple(layers), cache.ring_positions, cache.windows, cache.slack)
+        return TargetOutput(self.unembed(hidden), features, new_cache)
+
+    def _run_layers(
+        self,
+        x: Float[Array, "b t d"],
+        positions: Int[Array, "b t"],
+        mix: Callable,
+        tap_layer_ids: tuple[int, ...],
+        capacity_factor: float | None = None,
+        with_expert_load: bool = False,
+    ):
+        """Residual stream through all layers -> (normed hidden, context features, expert load)."""
+        config = self.config
+        b, t, d = x.shape
+        tables, taps, loads = {}, {}, []
+        for layer_idx, layer in enumerate(self.layers):
+            geometry = config.layer_attention(layer_idx)
+            kind = config.layer_kinds[layer_idx]
+            if kind not in tables:
+                inv_freq = inverse_frequencies(
+                    geometry.rope_dim, geometry.rope_theta, geometry.rope_scaling
+                )
+                tables[kind] = rope_tables(positions, inv_freq)
+            normed = rms_norm(x, layer.attention_norm[...], eps=config.norm_eps)
+            q_width, k_width, _ = geometry.qkv_widths
+            qkv = normed @ layer.w_qkv[...]
+            queries, keys, values = jnp.split(qkv, [q_width, q_width + k_width], axis=-1)
+            queries = queries.reshape(b, t, geometry.num_heads, geometry.head_dim)
+            keys = keys.reshape(b, t, geometry.num_kv_heads, geometry.head_dim)
+            values = values.reshape(b, t, geometry.num_kv_heads, geometry.v_head_dim)
+            if config.use_qk_norm:
+                queries = rms_norm(queries, layer.q_norm[...], eps=config.norm_eps)
+                keys = rms_norm(keys, layer.k_norm[...], eps=config.norm_eps)
+            queries = apply_rope(queries, *tables[kind])
+            keys = apply_rope(keys, *tables[kind])
+            if config.value_scale != 1.0:
+                values = values * jnp.asarray(config.value_scale, values.dtype)
+            sink = layer.sink[...] if geometry.has_sink else None
+            mixed = mix(
+                layer_idx, queries, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3), sink
+            )
+            x = x + mixed.reshape(b, t, geometry.out_width) @ layer.w_out[...]
+            normed = rms_norm(x, layer.ffn_norm[...], eps=config.norm_eps)
+            if config.is_moe_layer[layer_idx]:
+                flat = normed.reshape(b * t, d)
+                expert_ids, expert_weights, _ = moe.route(
+                    flat,
+                    layer.w_router[...],
+                    layer.selection_bias[...],
+                    top_k=config.moe.top_k,
+                    routed_scale=config.moe.routed_scale,
+                    scoring=config.moe.scoring,
+                )
+                experts = (layer.experts_gate_up[...], layer.experts_down[...])
+                if capacity_factor is None:
+                    out = moe.run_experts(flat, expert_ids, expert_weights, *experts)
+                else:
+                    out = moe.run_experts_with_capacity(
+                        flat, expert_ids, expert_weights, *experts, capacity_factor=capacity_factor
+                    )
+                if with_expert_load:
+                    chosen = jax.nn.one_hot(expert_ids, config.moe.num_experts, dtype=jnp.float32)
+                    loads.append(chosen.sum(axis=(0, 1)))
+                x = x + out.reshape(b, t, d)
+            else:
+                x = x + moe.swiglu(normed, layer.w_gate_up[...], layer.w_down[...])
+            if layer_idx in tap_layer_ids:
+                taps[layer_idx] = x
+        features = None
+        if tap_layer_ids:
+            features = jnp.concatenate([taps[i] for i in tap_layer_ids], axis=-1)
+        hidden = rms_norm(x, self.final_norm[...], eps=config.norm_eps)
+        return hidden, features, jnp.stack(loads) if loads else None

@@ -1,0 +1,1 @@
+"""Text in, token ids out, and back: tokenizer, chat templates, stop strings; no arrays here."""

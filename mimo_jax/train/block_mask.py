@@ -1,0 +1,241 @@
+"""Masked draft blocks for drafter training: anchors, labels, and which context each slot may see.
+
+A block is (anchor token, mask, mask, ...) placed at absolute positions a, a+1, ...; slot k predicts
+the token at its own position a + k. At decode time the anchor has not been through the target, so
+the target's features exist for positions < a only. The one rule that keeps training honest:
+
+    query at position q (in the block anchored at a) sees context key p
+        iff  p < a  and  q - p < window  and  p is in the anchor's document,
+    and every slot of its own block, both ways (non-causal).
+
+Letting p = a through gives a tiny training loss and a drafter that is worthless (the feature of the
+anchor has seen its successor's logits). The window is counted from each slot, including the slot
+itself, so later slots see less context: a=5, window=3, 3 slots -> {3,4}, {4}, {}.
+
+Choices: anchors are sampled per row without replacement, in ascending order, padded to a static
+count with `keep` False and position 0. A padded anchor sees no context, but its own block, so its
+softmax is finite. With a short window the context is gathered (window - 1 features per anchor)
+instead of masked densely; both forms use the same elementwise rule.
+
+Source: DFlash, arXiv:2602.06036, section on training; anchor validity as in sgl-project/SpecForge.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Key
+
+
+def choose_anchors(
+    key: Key[Array, ""],
+    loss_mask: Bool[Array, "b s"],
+    num_anchors: int,
+    segment_ids: Int[Array, "b s"],
+) -> tuple[Int[Array, "b a"], Bool[Array, "b a"]]:
+    """Samples anchor positions whose first successor can be learned.
+
+    Position i is valid iff tokens i and i + 1 are both to be learned and in one document.
+
+    Args:
+      key: Consumed once; a fresh one per step resamples the anchors every epoch.
+      loss_mask: True on tokens to be learned.
+      num_anchors: Static number of anchors per row; may exceed the row's length.
+      segment_ids: 0 is padding, 1.. number the documents.
+
+    Returns:
+      (anchor_pos, keep): int32 positions, ascending where kept, 0 where not; keep is True for the
+      first min(num_anchors, number of valid positions) entries.
+
+    Example: loss_mask (F, T, T, T, F), one document, num_anchors=3
+      -> positions (1, 2, 0), keep (T, T, F).
+    """
+    b, s = loss_mask.shape
+    is_same = (segment_ids[:, :-1] == segment_ids[:, 1:]) & (segment_ids[:, 1:] > 0)
+    is_valid = jnp.pad(loss_mask[:, :-1] & loss_mask[:, 1:] & is_same, ((0, 0), (0, 1)))
+    score = jnp.where(is_valid, jax.random.uniform(key, (b, s), jnp.float32), -1.0)
+    num_picked = min(num_anchors, s)
+    top_score, top_pos = jax.lax.top_k(score, num_picked)
+    order = jnp.sort(jnp.where(top_score >= 0, top_pos.astype(jnp.int32), s), axis=-1)
+    order = jnp.pad(order, ((0, 0), (0, num_anchors - num_picked)), constant_values=s)
+    keep = order < s
+    return jnp.where(keep, order, 0), keep
+
+
+def draft_block_labels(
+    token_ids: Int[Array, "b s"],
+    loss_mask: Bool[Array, "b s"],
+    segment_ids: Int[Array, "b s"],
+    anchor_pos: Int[Array, "b a"],
+    keep: Bool[Array, "b a"],
+    draft_block_len: int,
+) -> tuple[Int[Array, "b a m"], Bool[Array, "b a m"]]:
+    """Reads the label of every draft slot and says where it counts.
+
+    Gives no label to the anchor slot and applies no position weights (see `losses.py`).
+
+    Args:
+      token_ids: Packed ids.
+      loss_mask: True on tokens to be learned.
+      segment_ids: 0 is padding, 1.. number the documents.
+      anchor_pos: From `choose_anchors`.
+      keep: From `choose_anchors`.
+      draft_block_len: Anchor included; m = draft_block_len - 1.
+
+    Returns:
+      (labels, is_valid): slot k in 1..m sits at index k - 1 and holds the token at anchor + k;
+      valid iff anchor + k < s, that token is to be learned and in the anchor's document, and the
+      anchor is kept. Invalid labels are 0.
+
+    Example: ids (10, 11, 12, 13), all learned, one document, anchor 2, draft_block_len 4
+      -> labels (13, 0, 0), valid (T, F, F).
+    """
+    b, s = token_ids.shape
+    num_anchors = anchor_pos.shape[1]
+    offset = jnp.arange(1, draft_block_len, dtype=jnp.int32)[None, None, :]
+    label_pos = anchor_pos[:, :, None] + offset
+    flat_pos = jnp.minimum(label_pos, s - 1).reshape(b, -1)
+
+    def read(values: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(values, flat_pos, axis=1).reshape(b, num_anchors, -1)
+
+    anchor_segment = jnp.take_along_axis(segment_ids, anchor_pos, axis=1)[:, :, None]
+    is_valid = (
+        (label_pos < s) & read(loss_mask) & (read(segment_ids) == anchor_segment) & keep[:, :, None]
+    )
+    return jnp.where(is_valid, read(token_ids), 0), is_valid
+
+
+def is_context_visible(
+    query_pos: jax.Array, key_pos: jax.Array, anchor_pos: jax.Array, *, window: int | None
+) -> jax.Array:
+    """The position part of the visibility rule, elementwise over broadcastable int32 arrays.
+
+    Does not look at documents or padding.
+
+    Args:
+      query_pos: Absolute position of the draft slot.
+      key_pos: Absolute position of the context feature; negative means none.
+      anchor_pos: Absolute position of the slot's anchor.
+      window: Keys a query sees including itself; None for all.
+
+    Returns:
+      bool, broadcast.
+
+    Example: anchor 5, window 3: query 5 sees 3 and 4; query 6 sees 4; query 7 sees none.
+    """
+    is_visible = (key_pos >= 0) & (key_pos < anchor_pos)
+    distance = query_pos - key_pos
+    # without a window the anchor decides alone, but the result still has a row per query
+    return is_visible & (distance > 0 if window is None else distance < window)
+
+
+def _slot_pos(anchor_pos: jax.Array, draft_block_len: int) -> jax.Array:
+    slots = jnp.arange(draft_block_len, dtype=jnp.int32)
+    return anchor_pos[:, :, None, None] + slots[None, None, :, None]
+
+
+def draft_context_mask(
+    anchor_pos: Int[Array, "b a"],
+    keep: Bool[Array, "b a"],
+    segment_ids: Int[Array, "b s"],
+    *,
+    draft_block_len: int,
+    window: int | None = None,
+) -> Bool[Array, "b a m1 s"]:
+    """Dense mask of the context features that every slot of every block sees.
+
+    Leaves out the block's own keys: they are all visible to each other.
+
+    Args:
+      anchor_pos: From `choose_anchors`.
+      keep: From `choose_anchors`; a dropped block sees nothing.
+      segment_ids: 0 is padding, 1.. number the documents.
+      draft_block_len: m1, anchor included.
+      window: Keys a query sees including itself; None for all.
+
+    Returns:
+      True where the slot sees the feature of that position.
+
+    Example: s=8, one document, anchor 5, m1=3, window 3
+      -> rows 00011000, 00001000, 00000000.
+    """
+    key_pos = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None, None, None, :]
+    is_near = is_context_visible(
+        _slot_pos(anchor_pos, draft_block_len),
+        key_pos,
+        anchor_pos[:, :, None, None],
+        window=window,
+    )
+    anchor_segment = jnp.take_along_axis(segment_ids, anchor_pos, axis=1)
+    is_same = segment_ids[:, None, None, :] == anchor_segment[:, :, None, None]
+    return is_near & is_same & keep[:, :, None, None]
+
+
+def gather_context_index(
+    anchor_pos: Int[Array, "b a"],
+    *,
+    window: int,
+    segment_ids: Int[Array, "b s"] | None = None,
+) -> tuple[Int[Array, "b a c"], Bool[Array, "b a c"]]:
+    """Positions of the window - 1 features before each anchor, for a gather.
+
+    The anchor's own position is never among them.
+
+    Args:
+      anchor_pos: From `choose_anchors`.
+      window: Keys a query sees including itself, >= 2.
+      segment_ids: If given, features of other documents are marked invalid too.
+
+    Returns:
+      (index, is_valid): entry i is position anchor - window + 1 + i, clipped to 0 where it would
+      be negative and then invalid. c = window - 1; the last entry is anchor - 1.
+
+    Raises:
+      ValueError: If window < 2 (there is no context to gather).
+
+    Example: anchor 2, window 5 -> index (0, 0, 0, 1), valid (F, F, T, T).
+    """
+    if window < 2:
+        raise ValueError(f"window must be at least 2 to hold any context, got {window}")
+    offset = jnp.arange(1 - window, 0, dtype=jnp.int32)[None, None, :]
+    index = anchor_pos[:, :, None] + offset
+    is_valid = index >= 0
+    index = jnp.maximum(index, 0)
+    if segment_ids is not None:
+        b, num_anchors, _ = index.shape
+        flat = jnp.take_along_axis(segment_ids, index.reshape(b, -1), axis=1)
+        anchor_segment = jnp.take_along_axis(segment_ids, anchor_pos, axis=1)
+        is_valid &= flat.reshape(b, num_anchors, -1) == anchor_segment[:, :, None]
+    return index, is_valid
+
+
+def gathered_context_mask(
+    anchor_pos: Int[Array, "b a"],
+    keep: Bool[Array, "b a"],
+    index: Int[Array, "b a c"],
+    is_valid: Bool[Array, "b a c"],
+    *,
+    draft_block_len: int,
+    window: int,
+) -> Bool[Array, "b a m1 c"]:
+    """The rule of `draft_context_mask` for features gathered by `gather_context_index`.
+
+    Args:
+      anchor_pos: From `choose_anchors`.
+      keep: From `choose_anchors`; a dropped block sees nothing.
+      index: Positions of the gathered features.
+      is_valid: Which of them exist and are in the anchor's document.
+      draft_block_len: m1, anchor included.
+      window: The same window as in the gather.
+
+    Returns:
+      True where the slot sees that gathered feature.
+
+    Example: anchor 5, window 3, m1=3, index (3, 4) -> rows 11, 01, 00.
+    """
+    is_near = is_context_visible(
+        _slot_pos(anchor_pos, draft_block_len),
+        index[:, :, None, :],
+        anchor_pos[:, :, None, None],
+        window=window,
+    )
+    return is_near & is_valid[:, :, None, :] & keep[:, :, None, None]

@@ -1,0 +1,1 @@
+"""Generators and readers of the demo's training text, one module per scene."""

@@ -1,0 +1,260 @@
+"""Muon: momentum whose matrix directions are orthogonalised, and its split from AdamW.
+
+Problem: Adam scales each weight by itself, so a matrix update is dominated by a few singular
+directions. Muon replaces the momentum M = U S V^T by roughly U V^T, using matrix products only.
+
+Choices:
+- Newton-Schulz works on the last two axes and broadcasts over all leading ones, so an expert stack
+  `[e, d, f]` is e independent matrices. `optax.contrib.muon` gives AdamW to every leaf that is not
+  2-D unless told otherwise, and its reshape/vmap form all-gathers sharded experts under `jit`.
+- The update is multiplied by 0.2 * sqrt(max(rows, cols)), which gives it the root-mean-square of a
+  typical AdamW update (0.2), so learning rates and weight decay carry over between the two.
+- Embeddings, the unembedding, the router and everything vector-like go to AdamW. Names decide as
+  well as ranks, because norms of stacked layers are `[l, d]` and would pass for matrices.
+
+Traps: rows that are sharded over devices need a gather or a Gram `psum`; call the transform inside
+`shard_map` where whole matrices are local. Momentum is kept in float32 whatever the parameters are.
+
+Source: K. Jordan et al., "Muon" (2024), for the iteration and its coefficients; arXiv:2502.16982
+for the scale. Differs: float32 throughout instead of bfloat16 (the CPU path is slower in bfloat16).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+Predicate = Callable[[tuple[Any, ...], Any], bool]
+
+# Largest slope at zero for a quintic that stays bounded on [0, 1]; singular values end in about
+# [0.68, 1.13] rather than at 1, which costs nothing in practice.
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+RMS_OF_ADAMW = 0.2
+
+_ADAMW_MATRIX_NAMES = ("embed", "lm_head", "router")
+_VECTOR_NAMES = ("norm", "bias", "scale", "sink")
+
+
+def newton_schulz(
+    g: Float[Array, "*batch rows cols"], *, num_steps: int = 5, eps: float = 1e-12
+) -> Float[Array, "*batch rows cols"]:
+    """Moves every singular value of each matrix to about 1, keeping its singular vectors.
+
+    Does not scale for width and does not know about momentum (see `scale_by_muon`).
+
+    Args:
+      g: Matrices in the last two axes, any float dtype; leading axes are independent. Finite.
+      num_steps: Iterations; five bring singular values >= 1e-3 of the Frobenius norm into the band.
+      eps: Added to the Frobenius norm, so that a zero matrix (an expert that saw no token) maps to
+        zero. Gradients far below it are not brought to unit size.
+
+    Returns:
+      float32 matrices of the same shape, singular values in about [0.68, 1.13].
+
+    Raises:
+      ValueError: If g has fewer than two axes.
+
+    Example: g = diag(3, 4) -> normalised diag(.6, .8) -> about diag(.7, 1.1) in five steps.
+    """
+    if g.ndim < 2:
+        raise ValueError(f"newton_schulz needs matrices in the last two axes, got shape {g.shape}")
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    is_tall = g.shape[-2] > g.shape[-1]
+    x = g.astype(jnp.float32)
+    if is_tall:  # the Gram matrix is then [cols, cols], the smaller of the two
+        x = x.mT
+    x = x / (jnp.sqrt(jnp.sum(x * x, axis=(-2, -1), keepdims=True)) + eps)
+    for _ in range(num_steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if is_tall else x
+
+
+class MuonState(NamedTuple):
+    """Momentum, float32, one leaf per matrix."""
+
+    momentum: optax.Updates
+
+
+def scale_by_muon(
+    momentum: float = 0.95, nesterov: bool = True, *, num_steps: int = 5
+) -> optax.GradientTransformation:
+    """Replaces gradients by orthogonalised momentum with the RMS of an AdamW update.
+
+    Applies no learning rate, no weight decay and no clipping. Every leaf must be a matrix or a
+    stack of matrices; use `muon_or_adamw` for a whole model.
+
+    Args:
+      momentum: Decay of the gradient accumulator, in [0, 1).
+      nesterov: Look one step ahead: orthogonalise g + momentum * accumulator.
+      num_steps: Newton-Schulz iterations.
+
+    Returns:
+      An optax transform; updates keep the gradients' dtype.
+
+    Example: gradient [e=8, d=64, f=96] -> update of the same shape with RMS about
+      0.2 * sqrt(96) * sqrt(64 / (64 * 96)) = 0.2.
+    """
+
+    def init(params: optax.Params) -> MuonState:
+        return MuonState(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, MuonState]:
+        del params
+        accumulator = jax.tree.map(
+            lambda g, m: momentum * m + g.astype(jnp.float32), updates, state.momentum
+        )
+
+        def direction(g: jax.Array, m: jax.Array) -> jax.Array:
+            ahead = g.astype(jnp.float32) + momentum * m if nesterov else m
+            factor = RMS_OF_ADAMW * math.sqrt(max(g.shape[-2:]))
+            return (factor * newton_schulz(ahead, num_steps=num_steps)).astype(g.dtype)
+
+        return jax.tree.map(direction, updates, accumulator), MuonState(accumulator)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _path_words(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/").lower()
+
+
+def default_is_matrix(path: tuple[Any, ...], leaf: Any) -> bool:
+    """Says whether a leaf is updated by Muon: a matrix, and not of a kind that AdamW keeps.
+
+    Looks at the name and the rank only, never at values.
+
+    Args:
+      path: Key path as given by `jax.tree_util.tree_map_with_path`.
+      leaf: Array or `ShapeDtypeStruct`.
+
+    Returns:
+      False for ranks below two and for paths holding "embed", "lm_head", "router" (AdamW keeps
+      them) or "norm", "bias", "scale", "sink" (vectors even when stacked `[l, d]`).
+
+    Example: ("layers", 0, "q_proj", "kernel") of shape [28, 48] -> True;
+      ("embed_tokens", "kernel") of shape [512, 28] -> False.
+    """
+    words = _path_words(path)
+    return leaf.ndim >= 2 and not any(w in words for w in _ADAMW_MATRIX_NAMES + _VECTOR_NAMES)
+
+
+def _is_decayed(path: tuple[Any, ...], leaf: Any) -> bool:
+    return leaf.ndim >= 2 and not any(w in _path_words(path) for w in _VECTOR_NAMES)
+
+
+def muon_or_adamw(
+    params: Any,
+    *,
+    muon_lr: optax.ScalarOrSchedule,
+    adamw_lr: optax.ScalarOrSchedule,
+    weight_decay: float,
+    is_matrix: Any = default_is_matrix,
+    momentum: float = 0.95,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+) -> optax.GradientTransformation:
+    """Builds one optimizer that gives matrices to Muon and every other leaf to AdamW.
+
+    Does not clip gradients; chain `optax.clip_by_global_norm` in front.
+
+    Args:
+      params: Parameters or their `ShapeDtypeStruct`s; only paths and shapes are read.
+      muon_lr: Step size or optax schedule for matrices (about 10x `adamw_lr` for a drafter).
+      adamw_lr: Step size or optax schedule for the rest.
+      weight_decay: Decoupled decay of both groups; vectors (norms, biases, sinks) are not decayed.
+      is_matrix: Pytree of bool shaped like params, or a predicate(path, leaf).
+      momentum: Muon's momentum.
+      b1: AdamW's first-moment decay.
+      b2: AdamW's second-moment decay.
+      eps: AdamW's denominator floor.
+
+    Returns:
+      A transform whose `update` needs `params` (weight decay reads them).
+
+    Raises:
+      ValueError: If a leaf with fewer than two axes is marked as a matrix.
+
+    Example: {"embed": [512, 28], "w": [28, 20], "norm": [28]}
+      -> Muon on "w"; AdamW with decay on "embed"; AdamW without decay on "norm".
+    """
+    if callable(is_matrix):
+        marks = jax.tree_util.tree_map_with_path(is_matrix, params)
+    else:
+        marks = is_matrix
+
+    def label(path: tuple[Any, ...], leaf: Any, mark: bool) -> str:
+        if mark and leaf.ndim < 2:
+            raise ValueError(f"{_path_words(path)} has shape {leaf.shape}: Muon needs matrices")
+        return "muon" if mark else "adamw"
+
+    labels = jax.tree_util.tree_map_with_path(label, params, marks)
+    decayed = jax.tree_util.tree_map_with_path(_is_decayed, params)
+    optimizer = optax.partition(
+        {"muon": optax.chain(scale_by_muon(momentum)), "adamw": optax.scale_by_adam(b1, b2, eps)},
+        labels,
+    )
+    learning_rate = optax.partition(
+        {
+            "muon": optax.scale_by_learning_rate(muon_lr),
+            "adamw": optax.scale_by_learning_rate(adamw_lr),
+        },
+        labels,
+    )
+    chain = optax.chain(
+        optimizer, optax.add_decayed_weights(weight_decay, mask=decayed), learning_rate
+    )
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        # optax 0.2.8 raises a float to an int32 step in Adam's bias correction
+        with jax.numpy_dtype_promotion("standard"):
+            return chain.update(updates, state, params)
+
+    return optax.GradientTransformation(chain.init, update)
+
+
+def wsd_or_linear_schedule(
+    peak: float, *, num_steps: int, warmup_steps: int, decay_fraction: float
+) -> optax.Schedule:
+    """Linear warmup, constant, then linear decay to zero over the last part of the run.
+
+    Knows nothing about epochs; a step is one optimizer update, counted from 0.
+
+    Args:
+      peak: Learning rate of the plateau.
+      num_steps: Updates in the run; the rate is 0 from here on.
+      warmup_steps: Updates to reach the peak; the first update already moves (rate peak / warmup).
+      decay_fraction: Share of the run spent decaying, in (0, 1]; 1 is a plain linear schedule.
+
+    Returns:
+      A function of the step (int or int32 array) to a float32 rate.
+
+    Raises:
+      ValueError: If num_steps < 1, warmup_steps < 0 or decay_fraction is outside (0, 1].
+
+    Example: peak=1, num_steps=10, warmup_steps=2, decay_fraction=.4
+      -> .5, 1, 1, 1, 1, 1, 1, .75, .5, .25 and then 0.
+    """
+    if num_steps < 1 or warmup_steps < 0 or not 0 < decay_fraction <= 1:
+        raise ValueError(
+            f"need num_steps >= 1, warmup_steps >= 0 and 0 < decay_fraction <= 1, got {num_steps}, "
+            f"{warmup_steps}, {decay_fraction}"
+        )
+    decay_steps = decay_fraction * num_steps
+
+    def schedule(step: Any) -> jax.Array:
+        step_f = jnp.asarray(step).astype(jnp.float32)
+        rising = (step_f + 1) / max(warmup_steps, 1)
+        falling = (num_steps - step_f) / decay_steps
+        return peak * jnp.clip(jnp.minimum(rising, falling), 0.0, 1.0)
+
+    return schedule
