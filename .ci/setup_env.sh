@@ -23,7 +23,8 @@ extras=test
 command -v node >/dev/null 2>&1 || extras=test,node
 
 # uv installs several times faster than pip; where it cannot be had, or fails, pip does the same.
-export PIP_DISABLE_PIP_VERSION_CHECK=1
+# Both trust the system's certificates, which a company's proxy may need.
+export PIP_DISABLE_PIP_VERSION_CHECK=1 UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-1}"
 if "$python" -m pip install --quiet uv \
     && "$python" -m uv pip install --quiet --python "$python" --editable ".[$extras]" "$@"; then
     exit 0

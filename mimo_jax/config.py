@@ -398,6 +398,7 @@ class RegenerateConfig:
       temperature: Of the sampled share.
       max_tokens: Longest answer.
       batch_size: Rows decoded at once.
+      num_heldout: Held-out prompts per scene for the simulated accept length.
     """
 
     num_tokens: int = 800_000
@@ -405,6 +406,7 @@ class RegenerateConfig:
     temperature: float = 0.8
     max_tokens: int = 200
     batch_size: int = 128
+    num_heldout: int = 16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mimo_jax import cache as kv
 
 # Window 5 and slack 3 give a ring of 8 slots and 3 behind it; layer 0 is linear.
-B, K, H, HV, WINDOW, SLACK, MAX_LEN, CHUNK = 2, 3, 6, 4, 5, 3, 50, 13
+B, K, H, HV, WINDOW, SLACK, MAX_LEN, CHUNK = 2, 4, 7, 6, 5, 3, 50, 13
 
 
 def empty():
@@ -26,9 +26,8 @@ def empty():
 
 def block(tags: np.ndarray):
     """Keys and values [b, k, t, *] whose every number is told from the token's tag."""
-    heads = np.arange(K)[None, :, None, None] * 0.25
-    keys = np.broadcast_to(tags[:, None, :, None] + heads, (*heads.shape[:1], K, tags.shape[1], H))
-    keys = np.broadcast_to(keys, (tags.shape[0], K, tags.shape[1], H)).astype(np.float32)
+    per_head = tags[:, None, :, None] + 0.25 * np.arange(K)[None, :, None, None]
+    keys = np.broadcast_to(per_head, (*per_head.shape[:3], H)).astype(np.float32)
     return keys, -keys[..., :HV]
 
 

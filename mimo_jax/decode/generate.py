@@ -9,7 +9,6 @@ measured apart from run time.
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
@@ -22,6 +21,7 @@ from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
 from mimo_jax.decode import accept
 from mimo_jax.decode.sampling import GREEDY, RowSampling, mode_for, sample
 from mimo_jax.decode.step import DecodeState, run_steps
+from mimo_jax.timing import Stopwatch
 
 PROMPT_BUCKET = 32  # prompts are padded to multiples: one prefill program per multiple
 PROMPT_CHUNK = 512  # longer prompts are prefilled in chunks of this length
@@ -145,9 +145,9 @@ class Engine:
     def _program(self, name, make: Callable, *args, donate=()):
         """The compiled program for these argument shapes; compiles once."""
         if name not in self._programs:
-            start = time.perf_counter()
-            program = jax.jit(make(), donate_argnums=donate).lower(*args).compile()
-            self.compile_s += time.perf_counter() - start
+            with Stopwatch() as watch:
+                program = jax.jit(make(), donate_argnums=donate).lower(*args).compile()
+            self.compile_s += watch.elapsed_s
             self._programs[name] = program
         return self._programs[name]
 
@@ -299,7 +299,9 @@ class Engine:
         return self.group_program(state)(self._params, state, jnp.int32(num_steps))
 
 
-def _start_state(tokens, first, prompt_len, max_len, stop_ids, sampling, target_cache, drafter_cache):
+def _start_state(
+    tokens, first, prompt_len, max_len, stop_ids, sampling, target_cache, drafter_cache
+):
     """A one-row state whose first token, sampled by prefill, is committed."""
     b, s = tokens.shape
     column = jnp.arange(s, dtype=jnp.int32)[None, :]
@@ -332,8 +334,8 @@ class _Row:
 
     index: int
     request: Request
-    started: float
-    ttft_s: float = 0.0
+    ttft_s: float
+    watch: Stopwatch  # running since the row was inserted
     num_streamed: int = 0
 
 
@@ -371,21 +373,19 @@ def generate(
                     break
                 index, request = item
                 compile_before = engine.compile_s
-                started = time.perf_counter()
-                row_state = engine.prefill(request)
-                jax.block_until_ready(row_state.length)
-                compiled = engine.compile_s - compile_before
-                ttft_s = time.perf_counter() - started - compiled
+                with Stopwatch() as watch:
+                    row_state = engine.prefill(request)
+                    watch.wait_for(row_state.length)
+                ttft_s = watch.elapsed_s - (engine.compile_s - compile_before)
                 if state is None and engine.batch_size > 1:
                     state = engine.empty_state(row_state)
                 state = engine.insert(state, row_state, slot)
-                rows[slot] = _Row(index, request, time.perf_counter(), ttft_s)
+                engine.group_program(state)  # compiles outside of the row's clock
+                rows[slot] = _Row(index, request, ttft_s, Stopwatch.started())
         if all(row is None for row in rows):
             return
-        engine.group_program(state)  # compiles outside of the rows' clocks
         state = engine.run(state, steps_per_group)
         finish, length = np.asarray(state.finish), np.asarray(state.length)
-        now = time.perf_counter()
         finished = [i for i, row in enumerate(rows) if row is not None and finish[i]]
         if finished or on_tokens is not None:
             host = _Host(state)
@@ -397,7 +397,7 @@ def generate(
                     row.num_streamed = len(emitted)
         for slot in finished:
             row = rows[slot]
-            yield row.index, host.completion(slot, row.request, row.ttft_s, now - row.started)
+            yield row.index, host.completion(slot, row.request, row.ttft_s, row.watch.elapsed_s)
             rows[slot] = None
 
 

@@ -6,7 +6,8 @@ exists is whole.
 
     corpus/      tokenizer.json, train and held-out rows per scene (.npz), prompts/SCENE.jsonl
     target/      checkpoints/, metrics.jsonl, export/ (the published layout, bfloat16)
-    regenerate/  rows per scene (.npz): prompts with the target's own answers
+    regenerate/  rows per scene (.npz): prompts with the target's own answers; heldout/ the same
+                 for held-out prompts, greedy, one per row
     drafter/     checkpoints/, metrics.jsonl
     export/      target + tokenizer + chat template + dflash/ + provenance
 """
@@ -14,6 +15,7 @@ exists is whole.
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -22,24 +24,34 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
+from mimo_jax.checkpoint.hf_drafter import save_drafter
+from mimo_jax.checkpoint.hf_target import load_target, save_target
 from mimo_jax.config import ExperimentConfig
-from mimo_jax.models.params import split
+from mimo_jax.decode.generate import Model
+from mimo_jax.models.drafter import Drafter
+from mimo_jax.models.params import abstract, flatten, split, unflatten
 from mimo_jax.models.target import Target
 from mimo_jax.text import bpe
 from mimo_jax.text.tokenizer import Tokenizer
 from mimo_jax.train import loop
 from mimo_jax.train.corpora.build import build_corpus, write_prompts
+from mimo_jax.train.corpora.chat_format import NANO_CHAT_TEMPLATE
 from mimo_jax.train.data import PackedRows, batch_for_step, pack_documents
+from mimo_jax.train.evaluate import make_propose, simulated_accept_length
+from mimo_jax.train.provenance import record
+from mimo_jax.train.regenerate import prompts_of, regenerate
 from mimo_jax.train.step import (
     Batch,
     TrainState,
     init_state,
+    make_drafter_step,
     make_optimizer,
     make_target_eval,
     make_target_step,
 )
 
 PAD_ID = 0  # <|endoftext|>; padding is masked by segment 0
+STOP_IDS = (0, 2)  # <|endoftext|>, <|im_end|>
 
 
 def write_rows(path: Path, rows: PackedRows) -> None:
@@ -72,7 +84,8 @@ def build_corpus_stage(config: ExperimentConfig, run_dir: Path) -> None:
     settings = config.corpus
     corpus = build_corpus(settings.seed, settings.target_chars, settings.num_heldout)
     out.mkdir(parents=True, exist_ok=True)
-    samples = [doc.text for docs in corpus.train.values() for doc in docs[: settings.tokenizer_docs]]
+    num_docs = settings.tokenizer_docs
+    samples = [doc.text for docs in corpus.train.values() for doc in docs[:num_docs]]
     bpe.save_tokenizer(bpe.train_bpe(samples, vocab_size=settings.vocab_size), out)
     tokenizer = Tokenizer.from_file(out)
     for split_name, scenes in (("train", corpus.train), ("heldout", corpus.heldout)):
@@ -97,8 +110,8 @@ def target_init(config: ExperimentConfig):
     return split(Target(config.target, rngs=nnx.Rngs(config.seed)))
 
 
-def train_target_stage(config: ExperimentConfig, run_dir: Path):
-    """Pre-trains the target; returns (graph, params)."""
+def train_target_stage(config: ExperimentConfig, run_dir: Path) -> None:
+    """Pre-trains the target and exports it."""
     train = config.target_train
     rows = read_rows(run_dir / "corpus" / "train")
     heldout = read_rows(run_dir / "corpus" / "heldout")
@@ -136,4 +149,161 @@ def train_target_stage(config: ExperimentConfig, run_dir: Path):
         meta={"config": json.loads(json.dumps(dataclasses.asdict(train)))},
         tokens_per_step=train.batch_rows * config.corpus.row_len,
     )
+    save_target(
+        run_dir / "target" / "export",
+        config.target,
+        state.params,
+        extra_config={"eos_token_id": list(STOP_IDS), "pad_token_id": PAD_ID},
+    )
+
+
+def load_exported_target(run_dir: Path) -> Model:
+    """The target as it will be published (rounded to bfloat16), computing in float32.
+
+    The drafter must learn the text of the weights that are shipped.
+    """
+    return Model(*load_target(run_dir / "target" / "export", dtype=jnp.float32))
+
+
+def scene_stop_ids(scene: str) -> tuple[int, ...]:
+    """Ids that end an answer: a tool transcript goes through several turns."""
+    return STOP_IDS[:1] if scene == "agent" else STOP_IDS
+
+
+def regenerate_stage(config: ExperimentConfig, run_dir: Path) -> None:
+    """The target answers training prompts, and greedily a few held-out ones."""
+    out = run_dir / "regenerate"
+    train_rows = read_rows(run_dir / "corpus" / "train")
+    heldout_rows = read_rows(run_dir / "corpus" / "heldout")
+    row_len = config.drafter_train.row_len
+    mix, settings = config.drafter_train.mix, config.regenerate
+    target = None
+    for scene, share in mix.items():
+        path, heldout_path = out / f"{scene}.npz", out / "heldout" / f"{scene}.npz"
+        if path.exists():
+            continue
+        target = target or load_exported_target(run_dir)
+        quota = int(settings.num_tokens * share / sum(mix.values()))
+        common = dict(stop_ids=scene_stop_ids(scene), row_len=row_len, seed=config.seed)
+        heldout = regenerate(
+            target,
+            list(prompts_of(heldout_rows[scene]))[: settings.num_heldout],
+            settings,
+            num_tokens=settings.num_heldout * row_len,
+            greedy_only=True,
+            **common,
+        )
+        pages = [
+            pack_documents([pair], row_len, pad_id=PAD_ID, seed=0)
+            for pair in heldout
+            if len(pair[1]) > 1
+        ]
+        stacked = PackedRows(*(np.concatenate(arrays) for arrays in zip(*pages, strict=True)))
+        write_rows(heldout_path, stacked)
+        with loop.progress_bar() as bar:
+            task = bar.add_task(f"regenerate {scene}", total=quota, figures="tokens")
+            pairs = regenerate(
+                target,
+                list(prompts_of(train_rows[scene])),
+                settings,
+                num_tokens=quota,
+                on_progress=lambda count, task=task, bar=bar: bar.update(task, completed=count),
+                **common,
+            )
+        write_rows(path, pack_documents(pairs, row_len, pad_id=PAD_ID, seed=config.seed))
+
+
+def train_drafter_stage(config: ExperimentConfig, run_dir: Path):
+    """Distils the drafter; returns {"drafter": params, "mask_embedding": [d]} and its graph."""
+    train, model = config.drafter_train, config.drafter
+    target = load_exported_target(run_dir)
+    rows = read_rows(run_dir / "regenerate")
+    heldout = read_rows(run_dir / "regenerate" / "heldout")
+    graph, params = split(Drafter(model, rngs=nnx.Rngs(config.seed + 1)))
+    embedding = flatten(target.params)["embedding"]
+    trained = {"drafter": params, "mask_embedding": embedding[model.mask_token_id]}
+    optimizer = make_optimizer(trained, train)
+    step = make_drafter_step(target.graph, graph, optimizer, train, model)
+    propose = make_propose(target.graph, graph)
+
+    def step_fn(state: TrainState, step_number: int):
+        batch = batch_for_step(rows, train.mix, train.batch_rows, config.seed, step_number)
+        return step(state, target.params, to_device(batch), config.seed)
+
+    def eval_fn(state: TrainState) -> dict:
+        tau = {
+            scene: round(
+                simulated_accept_length(propose, target.params, state.params, scene_rows), 3
+            )
+            for scene, scene_rows in heldout.items()
+        }
+        return {"heldout_accept_length": tau}
+
+    state = loop.run(
+        "drafter",
+        init_state(trained, optimizer),
+        step_fn,
+        run_dir=run_dir,
+        num_steps=train.num_steps,
+        save_every=train.save_every,
+        eval_every=train.eval_every,
+        eval_fn=eval_fn,
+        meta={"config": json.loads(json.dumps(dataclasses.asdict(train)))},
+        tokens_per_step=train.batch_rows * train.row_len,
+    )
     return graph, state.params
+
+
+def export_stage(config: ExperimentConfig, run_dir: Path, trained) -> Path:
+    """Writes target, tokenizer, template, drafter and provenance as one checkpoint directory."""
+    out = run_dir / "export"
+    target = load_exported_target(run_dir)
+    flat = flatten(target.params)
+    mask_id = config.drafter.mask_token_id
+    # The mask id never stands in a text, so its embedding row is the drafter's to use.
+    flat["embedding"] = flat["embedding"].at[mask_id].set(trained["mask_embedding"])
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.copy(run_dir / "corpus" / "tokenizer.json", out / "tokenizer.json")
+    (out / "chat_template.jinja").write_text(NANO_CHAT_TEMPLATE)
+    (out / "provenance.json").write_text(json.dumps(record(config), indent=1) + "\n")
+    save_drafter(out / "dflash", config.drafter, trained["drafter"])
+    save_target(
+        out,
+        config.target,
+        unflatten(target.params, flat),
+        extra_config={"eos_token_id": list(STOP_IDS), "pad_token_id": PAD_ID},
+    )
+    return out
+
+
+def run_recipe(config: ExperimentConfig, run_dir: Path) -> Path:
+    """All stages in order; returns the exported checkpoint directory."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.json").write_text(json.dumps(record(config), indent=1) + "\n")
+    build_corpus_stage(config, run_dir)
+    if not (run_dir / "target" / "export" / "config.json").exists():
+        train_target_stage(config, run_dir)
+    regenerate_stage(config, run_dir)
+    _, trained = train_drafter_stage(config, run_dir)
+    return export_stage(config, run_dir, trained)
+
+
+def summary(config: ExperimentConfig) -> dict:
+    """What a run would do, without doing it: parameters, steps and tokens."""
+
+    def count(make_module) -> int:
+        _, params = abstract(make_module)
+        return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+
+    rngs = nnx.Rngs(0)
+    target, drafter = config.target_train, config.drafter_train
+    return {
+        "name": config.name,
+        "target_parameters": count(lambda: Target(config.target, rngs=rngs)),
+        "drafter_parameters": count(lambda: Drafter(config.drafter, rngs=rngs)),
+        "target_steps": target.num_steps,
+        "target_tokens": target.num_steps * target.batch_rows * config.corpus.row_len,
+        "regenerated_tokens": config.regenerate.num_tokens,
+        "drafter_steps": drafter.num_steps,
+        "drafter_blocks": drafter.num_steps * drafter.batch_rows * drafter.num_anchors,
+    }

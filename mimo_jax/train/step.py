@@ -146,7 +146,9 @@ def _gather_blocks(x, index):
     return jnp.take(rows, flat, axis=0).reshape(b * n, w, k, h).transpose(0, 2, 1, 3)
 
 
-def draft_logits_at_anchors(target, drafter, batch: Batch, context_features, anchor_pos, mask_embedding):
+def draft_logits_at_anchors(
+    target, drafter, batch: Batch, context_features, anchor_pos, mask_embedding
+):
     """Logits of the draft slots 1..m of every anchor, as the decode loop would compute them.
 
     Args:

@@ -109,7 +109,7 @@ def test_a_full_expert_drops_the_later_tokens():
 def test_gradients_of_the_capacity_way_are_those_of_the_dense_way():
     x, w_router, bias, w_gate_up, w_down = draw(5)
     ids, weights = oracle.route(x, w_router, bias, top_k=TOP_K, routed_scale=1.0, scoring="sigmoid")
-    ids, weights = ids.astype(np.int32), weights.astype(np.float32)
+    ids, weights = jnp.asarray(ids, jnp.int32), weights.astype(np.float32)
     cotangent = np.random.default_rng(2).standard_normal(x.shape).astype(np.float32)
 
     def gradients(way):

@@ -32,13 +32,13 @@ def test_llama3_scaling_keeps_blends_and_divides():
 
 def test_llama31_constants():
     # theta 5e5, 128 dims, factor 8, 8192 positions: pair 0 kept; pair 63 divided by 8; pair 33
-    # (wavelength 5460 between 2048 and 8192) blends with (8192 / 5460.17 - 1) / 3 = 0.166774.
+    # (wavelength 5453 between 2048 and 8192) blends with (8192 / 5452.9 - 1) / 3 = 0.16744.
     freqs = inverse_frequencies(128, 5e5, RopeScaling("llama3", 8.0, 1.0, 4.0, 8192))
     plain = inverse_frequencies(128, 5e5, None)
     np.testing.assert_allclose(freqs[0], 1.0)
     np.testing.assert_allclose(freqs[63], plain[63] / 8, rtol=1e-6)
-    np.testing.assert_allclose(plain[33], 1.1507308e-3, rtol=1e-5)
-    np.testing.assert_allclose(freqs[33], 3.117657e-4, rtol=1e-4)
+    np.testing.assert_allclose(plain[33], 1.1520427e-03, rtol=1e-5)
+    np.testing.assert_allclose(freqs[33], 3.1269375e-04, rtol=1e-5)
 
 
 def test_rotation_pairs_halves_and_leaves_the_rest():

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 
 from mimo_jax.train.corpora import code_words as words
 from mimo_jax.train.corpora.code_classes import write_class
-from mimo_jax.train.corpora.code_stages import STAGES, Draft, guard_empty
+from mimo_jax.train.corpora.code_draft import Draft
+from mimo_jax.train.corpora.code_stages import STAGES
+from mimo_jax.train.corpora.code_stages_lists import guard_empty
 from mimo_jax.train.corpora.document import END_OF_CODE, Document, maybe, pick, scene_rng
 
 MIN_ANSWER_CHARS, MAX_ANSWER_CHARS = 250, 620

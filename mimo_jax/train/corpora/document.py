@@ -4,7 +4,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
-SCENES = ("code-stdlib", "code-gen", "math", "agent", "chat")
+SCENES: tuple[str, ...] = ("code-stdlib", "code-gen", "math", "agent", "chat")
 END_OF_CODE = "<|endoftext|>"
 END_OF_TURN = "<|im_end|>"
 

@@ -1,0 +1,1 @@
+"""Measurements; never imported by product code. `python -m mimo_jax.bench decode`."""

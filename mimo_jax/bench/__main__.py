@@ -1,0 +1,129 @@
+"""`python -m mimo_jax.bench decode`: tables on the terminal, JSON beside them."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """Accept length, tokens/s and step costs of plain decoding and DFlash.
+
+    Takes about 6 minutes on 2 quiet cores; --num-prompts 40 about 3.
+    """
+
+    checkpoint: Path = Path("assets/mimo-nano")
+    """Checkpoint directory with a drafter in dflash/."""
+    prompts: Path = Path("assets/prompts")
+    """Directory of held-out prompts, SCENE.jsonl."""
+    num_prompts: int = 200
+    """Prompts per scene for accept lengths."""
+    num_speed_prompts: int = 40
+    """Prompts per scene for tokens/s."""
+    max_tokens: int = 200
+    """Longest answer."""
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    """Temperatures at which accept lengths are measured."""
+    only: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Parts to run, any of tau, speed, dense, loop; default all."""
+    json: Path | None = Path("out/bench/decode.json")
+    """Where the figures are written."""
+
+
+def main() -> int:
+    arguments = tyro.extras.subcommand_cli_from_dict(
+        {"decode": Decode}, description=__doc__.splitlines()[0]
+    )
+    return run_decode(arguments)
+
+
+def _table(title: str, rows: dict[str, dict], columns: dict[str, str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("scene")
+    for name in columns:
+        table.add_column(name.replace("_", " "), justify="right")
+    for scene, row in rows.items():
+        cells = [
+            "-" if row[name] is None else format(row[name], spec) for name, spec in columns.items()
+        ]
+        table.add_row(scene, *cells)
+    return table
+
+
+def run_decode(arguments: Decode) -> int:
+    """Runs the asked parts, prints them and writes the JSON."""
+    from mimo_jax.bench import decode_bench as bench
+    from mimo_jax.checkpoint.safetensors_reader import CheckpointError
+    from mimo_jax.text.tokenizer import Tokenizer
+    from mimo_jax.train.provenance import machine
+
+    console = Console()
+    parts = arguments.only or ("tau", "speed", "dense", "loop")
+    results: dict = {"machine": machine(), "max_tokens": arguments.max_tokens}
+    try:
+        target, drafter = bench.load_models(arguments.checkpoint)
+        tokenizer = Tokenizer.from_file(arguments.checkpoint)
+    except (CheckpointError, OSError, ValueError) as error:
+        console.print(f"bench: {error}")
+        return 2
+    max_len = target.config.max_position
+
+    def requests(count: int, temperature: float):
+        return bench.read_requests(
+            arguments.prompts, tokenizer, count, arguments.max_tokens, temperature
+        )
+
+    if "speed" in parts:
+        results["speed"] = bench.speeds(
+            target, drafter, requests(arguments.num_speed_prompts, 0.0), max_len=max_len
+        )
+        columns = {
+            "plain_tokens_per_s": ",.0f",
+            "dflash_tokens_per_s": ",.0f",
+            "speedup": ".2f",
+            "speedup_with_prefill": ".2f",
+            "tau": ".2f",
+            "break_even_tau": ".2f",
+            "plain_step_ms": ".3f",
+            "dflash_round_ms": ".3f",
+            "identical": "",
+        }
+        console.print(_table("Embedded default, greedy, batch 1", results["speed"], columns))
+    if "dense" in parts:
+        results["dense"] = dense = bench.dense_costs()
+        console.print(f"Dense 57.9M, float32, batch 1: {json.dumps(dense, indent=1)}")
+    if "tau" in parts:
+        results["tau"] = {}
+        for temperature in arguments.temperatures:
+            rows = bench.accept_lengths(
+                target, drafter, requests(arguments.num_prompts, temperature), max_len=max_len
+            )
+            results["tau"][f"{temperature:.1f}"] = rows
+            columns = {
+                "tau": ".2f",
+                "tau_no_loops": ".2f",
+                "looping": ".1%",
+                "ceiling": ".2f",
+                "mean_tokens": ".0f",
+                "num_prompts": "d",
+            }
+            console.print(_table(f"Accept length, temperature {temperature:.1f}", rows, columns))
+    if "loop" in parts:
+        request = next(iter(requests(1, 0.0).values()))[0]
+        results["loop"] = bench.steps_per_call(target, drafter, request, max_len)
+        console.print(f"Milliseconds per round by rounds per call: {results['loop']}")
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        console.print(f"written to {arguments.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""What decoding costs and what drafting buys, measured in one run.
+
+Two questions, two models:
+
+  * the embedded default on held-out prompts: accept length per scene (greedy and sampled, all
+    answers and those that do not loop), and tokens/s of plain decoding against DFlash, batch 1,
+    prompt by prompt in alternation, since the machine's speed drifts;
+  * a dense model larger than the CPU's cache, with random weights: the cost of a plain step and
+    of a DFlash round, from which the speed-up at any accept length follows.
+
+Ratios are the figures to quote.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mimo_jax.checkpoint.hf_drafter import load_drafter
+from mimo_jax.checkpoint.hf_target import load_target
+from mimo_jax.config import GLOBAL, AttentionConfig, DrafterConfig, TargetConfig
+from mimo_jax.decode.generate import Completion, Engine, Model, Request, generate_all
+from mimo_jax.decode.sampling import GREEDY, SAMPLED
+from mimo_jax.decode.stats import accept_stats, is_looping
+from mimo_jax.models.drafter import Drafter
+from mimo_jax.models.params import split
+from mimo_jax.models.target import Target
+from mimo_jax.text.tokenizer import Tokenizer
+from mimo_jax.timing import Stopwatch, alternate
+
+STOP_IDS = {"agent": (0,)}
+DEFAULT_STOP_IDS = (0, 2)
+SEED_SCENES = {"agent": 4.29, "math": 5.56, "code": 6.30}  # accept lengths claimed at 1.02T
+
+
+def load_models(checkpoint: Path) -> tuple[Model, Model]:
+    """Target and drafter of a checkpoint directory, in float32."""
+    return (
+        Model(*load_target(checkpoint, dtype=jnp.float32)),
+        Model(*load_drafter(checkpoint / "dflash", dtype=jnp.float32)),
+    )
+
+
+def read_requests(
+    prompts: Path, tokenizer: Tokenizer, num_prompts: int, max_tokens: int, temperature: float
+) -> dict[str, list[Request]]:
+    """Held-out prompts per scene as requests."""
+    requests = {}
+    for path in sorted(prompts.glob("*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()[:num_prompts]]
+        requests[path.stem] = [
+            Request(
+                tokenizer.encode(line["prompt"]),
+                max_tokens,
+                STOP_IDS.get(path.stem, DEFAULT_STOP_IDS),
+                temperature=temperature,
+                seed=number,
+            )
+            for number, line in enumerate(lines)
+        ]
+    return requests
+
+
+def ceiling(completions: list[Completion], draft_block_len: int) -> float:
+    """Accept length of the same answers if every draft were accepted."""
+    counts = [len(c.token_ids) - 1 for c in completions if len(c.token_ids) > 1]
+    return sum(counts) / max(sum(-(-n // draft_block_len) for n in counts), 1)
+
+
+def accept_lengths(
+    target: Model,
+    drafter: Model,
+    requests: dict[str, list[Request]],
+    *,
+    max_len: int,
+    batch_size: int = 8,
+) -> dict[str, dict]:
+    """τ per scene over all answers and over those that do not loop."""
+    sampled = any(r.temperature > 0 for scene in requests.values() for r in scene)
+    engine = Engine(
+        target,
+        drafter,
+        max_len=max_len,
+        batch_size=batch_size,
+        mode=SAMPLED if sampled else GREEDY,
+    )
+    rows = {}
+    for scene, scene_requests in requests.items():
+        completions = generate_all(engine, scene_requests)
+        straight = [c for c in completions if not is_looping(c.token_ids)]
+        stats = accept_stats(completions)
+        rows[scene] = {
+            "tau": stats.tau,
+            "tau_no_loops": accept_stats(straight).tau if straight else None,
+            "looping": 1 - len(straight) / len(completions),
+            "ceiling": ceiling(completions, engine.draft_block_len),
+            "per_position_acceptance": stats.per_position_acceptance,
+            "mean_tokens": float(np.mean([len(c.token_ids) for c in completions])),
+            "num_prompts": len(completions),
+        }
+    return rows
+
+
+def speeds(
+    target: Model, drafter: Model, requests: dict[str, list[Request]], *, max_len: int
+) -> dict[str, dict]:
+    """Tokens/s of plain and DFlash, batch 1, alternating prompt by prompt; greedy, float32."""
+    engines = {
+        "plain": Engine(target, max_len=max_len),
+        "dflash": Engine(target, drafter, max_len=max_len),
+    }
+    for scene_requests in requests.values():  # compile every prompt bucket before the clock
+        for engine in engines.values():
+            for request in scene_requests:
+                engine.prefill(request)
+            generate_all(engine, scene_requests[:1])
+    rows = {}
+    for scene, scene_requests in requests.items():
+        total_s = dict.fromkeys(engines, 0.0)
+        decode_s = dict.fromkeys(engines, 0.0)
+        steps = dict.fromkeys(engines, 0)
+        num_tokens, identical = 0, True
+        for number, request in enumerate(scene_requests):
+            answers = {}
+            names = list(engines) if number % 2 else list(engines)[::-1]
+            for name in names:
+                with Stopwatch() as watch:
+                    (answers[name],) = generate_all(
+                        engines[name], [request], steps_per_group=request.max_tokens
+                    )
+                total_s[name] += watch.elapsed_s
+                decode_s[name] += answers[name].decode_s
+                steps[name] += len(answers[name].num_committed_per_step)
+            identical &= answers["plain"].token_ids == answers["dflash"].token_ids
+            num_tokens += len(answers["plain"].token_ids)
+        num_decoded = num_tokens - len(scene_requests)
+        step_ms = {name: decode_s[name] / max(steps[name], 1) * 1e3 for name in engines}
+        rows[scene] = {
+            "plain_tokens_per_s": num_decoded / decode_s["plain"],
+            "dflash_tokens_per_s": num_decoded / decode_s["dflash"],
+            "speedup": decode_s["plain"] / decode_s["dflash"],
+            "speedup_with_prefill": total_s["plain"] / total_s["dflash"],
+            "tau": num_decoded / steps["dflash"],
+            "plain_step_ms": step_ms["plain"],
+            "dflash_round_ms": step_ms["dflash"],
+            "break_even_tau": step_ms["dflash"] / step_ms["plain"],
+            "identical": identical,
+            "num_prompts": len(scene_requests),
+        }
+    return rows
+
+
+def dense_models() -> tuple[Model, Model]:
+    """57.9M parameters in the Qwen3 shape and a 2-layer drafter, random: larger than the cache."""
+    attention = AttentionConfig(
+        num_heads=8, num_kv_heads=4, head_dim=64, v_head_dim=64, rope_theta=1e6, rope_dim=64
+    )
+    target = TargetConfig(
+        vocab_size=32000,
+        hidden_size=512,
+        layer_kinds=(GLOBAL,) * 8,
+        attention={GLOBAL: attention},
+        dense_hidden_size=1536,
+        use_qk_norm=True,
+        norm_eps=1e-6,
+    )
+    drafter = DrafterConfig(
+        hidden_size=512,
+        num_layers=2,
+        attention=attention,
+        dense_hidden_size=1536,
+        target_layer_ids=(1, 5),
+        num_target_layers=8,
+        draft_block_len=8,
+        mask_token_id=31999,
+        vocab_size=32000,
+    )
+    return (
+        Model(target, *split(Target(target, rngs=nnx.Rngs(0)))),
+        Model(drafter, *split(Drafter(drafter, rngs=nnx.Rngs(1)))),
+    )
+
+
+def dense_costs(num_steps: int = 48, rounds: int = 7) -> dict:
+    """Cost of a plain step and a DFlash round of `dense_models`, batch 1, float32, prompt 64."""
+    target, drafter = dense_models()
+    prompt = np.random.default_rng(0).integers(0, 31000, 64).tolist()
+    request = Request(prompt, max_tokens=192)
+    engines = {
+        "plain": Engine(target, max_len=256),
+        "dflash": Engine(target, drafter, max_len=256),
+    }
+    # A random drafter accepts nothing, so every round commits one token and costs what any costs.
+    states = {name: engine.prefill(request) for name, engine in engines.items()}
+
+    def stepper(name):
+        def run():
+            states[name] = dataclasses.replace(
+                engines[name].run(states[name], num_steps),
+                length=jnp.full((1,), 65, jnp.int32),
+                finish=jnp.zeros((1,), jnp.int32),
+                num_steps=jnp.zeros((1,), jnp.int32),
+            )
+            return states[name].length
+
+        return run
+
+    timing = alternate({name: stepper(name) for name in engines}, rounds=rounds, num_warmup=2)
+    plain_ms = timing.timings["plain"].median_s / num_steps * 1e3
+    round_ms = timing.timings["dflash"].median_s / num_steps * 1e3
+    ratio = timing.median_ratios["dflash"]
+    return {
+        "plain_step_ms": plain_ms,
+        "plain_step_min_ms": timing.timings["plain"].min_s / num_steps * 1e3,
+        "plain_tokens_per_s": 1e3 / plain_ms,
+        "dflash_round_ms": round_ms,
+        "dflash_round_min_ms": timing.timings["dflash"].min_s / num_steps * 1e3,
+        "round_in_plain_steps": ratio,
+        "speedup_at_tau": {f"{tau:.2f}": tau / ratio for tau in SEED_SCENES.values()},
+    }
+
+
+def steps_per_call(target: Model, drafter: Model, request: Request, max_len: int) -> dict:
+    """Milliseconds per round for calls of 8 and of 64 rounds: the loop holds nothing that grows."""
+    engine = Engine(target, drafter, max_len=max_len)
+    start = engine.prefill(request)
+    engine.run(jax.tree.map(jnp.copy, start), 8)
+    fixed = dict(max_len=jnp.full((1,), 10**6, jnp.int32))
+
+    def run(num_steps):
+        def call():
+            state = dataclasses.replace(jax.tree.map(jnp.copy, start), **fixed)
+            state = dataclasses.replace(
+                state, finish=jnp.zeros((1,), jnp.int32), stop_ids=jnp.full_like(state.stop_ids, -1)
+            )
+            return engine.run(state, num_steps).length
+
+        return call
+
+    timing = alternate({"8": run(8), "64": run(64)}, rounds=9)
+    return {n: t.median_s / int(n) * 1e3 for n, t in timing.timings.items()}

@@ -1,0 +1,72 @@
+"""Trains a target and its drafter from a config file.
+
+    python train.py --config configs/nano.py
+    python train.py --config configs/nano.py --run-dir runs/second --dry-run
+
+A run that was stopped goes on where it was when the same command is given again.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Train a small target, let it write, and distil a DFlash drafter on what it wrote."""
+
+    config: Path
+    """Python file with get_config() -> ExperimentConfig; see configs/."""
+    run_dir: Path | None = None
+    """Where the run lives; default runs/NAME. An unfinished run there is resumed."""
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print parameter counts and steps, train nothing."""
+
+
+def load_config(path: Path):
+    """The config that a file's get_config() returns."""
+    from mimo_jax.config import ConfigError
+
+    if not path.is_file():
+        known = ", ".join(sorted(str(p) for p in Path("configs").glob("*.py")))
+        raise ConfigError(f"config {path} does not exist; there are {known}")
+    spec = importlib.util.spec_from_file_location("experiment_config", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise ConfigError(f"config {path} has no get_config()")
+    return module.get_config()
+
+
+def main() -> int:
+    arguments = tyro.cli(Arguments, description=__doc__)
+    from absl import logging
+
+    logging.set_verbosity(logging.INFO)
+    from mimo_jax.config import ConfigError
+    from mimo_jax.train import recipe
+
+    try:
+        config = load_config(arguments.config)
+        run_dir = arguments.run_dir or Path("runs") / config.name
+        if arguments.dry_run:
+            print(json.dumps(recipe.summary(config), indent=1))
+            return 0
+        out = recipe.run_recipe(config, run_dir)
+    except (ConfigError, ValueError, FloatingPointError, OSError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("train.py: stopped; the same command goes on from the newest checkpoint")
+        return 130
+    print(f"exported to {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
