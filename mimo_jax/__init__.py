@@ -9,4 +9,47 @@ Only public names belong in this file. Importing it must not start JAX or touch 
 and the planner answer on machines where that is slow or impossible.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mimo_jax.checkpoint.safetensors_reader import CheckpointError as CheckpointError
+    from mimo_jax.config import ConfigError as ConfigError
+    from mimo_jax.config import DrafterConfig as DrafterConfig
+    from mimo_jax.config import TargetConfig as TargetConfig
+    from mimo_jax.decode.generate import Completion as Completion
+    from mimo_jax.decode.generate import Engine as Engine
+    from mimo_jax.decode.generate import Model as Model
+    from mimo_jax.decode.generate import Request as Request
+    from mimo_jax.decode.jobs import Output as Output
+    from mimo_jax.decode.llm import LLM as LLM
+    from mimo_jax.decode.params import SamplingParams as SamplingParams
+    from mimo_jax.decode.stats import AcceptStats as AcceptStats
+
 __version__ = "0.1.0.dev0"
+
+# Where each public name lives; imported when it is first asked for.
+_HOME = {
+    "AcceptStats": "decode.stats",
+    "CheckpointError": "checkpoint.safetensors_reader",
+    "Completion": "decode.generate",
+    "ConfigError": "config",
+    "DrafterConfig": "config",
+    "Engine": "decode.generate",
+    "LLM": "decode.llm",
+    "Model": "decode.generate",
+    "Output": "decode.jobs",
+    "Request": "decode.generate",
+    "SamplingParams": "decode.params",
+    "TargetConfig": "config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -14,7 +14,7 @@ Arrays are head-major, [b, k, s, h]. All functions are pure: a cache goes in and
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ class LayerCache(NamedTuple):
     values: Float[Array, "b k s hv"]
 
 
+@no_type_check  # a pytree also holds tracers, shapes and shardings
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:

@@ -47,20 +47,21 @@ def write_prompt(cache, keys, values, start, num_valid):
 
 def check(cache, truth: list[dict[int, float]], end: np.ndarray, t: int):
     """What the last t queries of each row see is what the dictionary holds, each key once."""
-    for layer_idx in range(3):
+    cache = jax.tree.map(np.asarray, cache)
+    for layer_idx, held in enumerate(cache.layers):
         positions = np.asarray(cache.key_positions(layer_idx))
         window = WINDOW if layer_idx else MAX_LEN
         for row in range(B):
             for query in range(max(end[row] - t, 0), end[row]):
                 seen = (positions[row] >= 0) & (positions[row] <= query)
                 seen &= query - positions[row] < window
+                slots = np.flatnonzero(seen)
                 expected = list(range(max(query - window + 1, 0), query + 1))
-                assert sorted(positions[row][seen].tolist()) == expected
-                for slot in np.flatnonzero(seen):
-                    keys, values = block(np.array([[truth[row][int(positions[row][slot])]]]))
-                    held = cache.layers[layer_idx]
-                    np.testing.assert_array_equal(held.keys[row, :, slot], keys[0, :, 0])
-                    np.testing.assert_array_equal(held.values[row, :, slot], values[0, :, 0])
+                assert sorted(positions[row, slots].tolist()) == expected
+                tags = np.array([[truth[row][pos] for pos in positions[row, slots].tolist()]])
+                keys, values = block(tags)
+                np.testing.assert_array_equal(held.keys[row][:, slots], keys[0])
+                np.testing.assert_array_equal(held.values[row][:, slots], values[0])
 
 
 row_pair = lambda low, high: st.tuples(*[st.integers(low, high)] * B)

@@ -25,7 +25,7 @@ from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.config import GLOBAL, AttentionConfig, DrafterConfig, TargetConfig
 from mimo_jax.decode.generate import Completion, Engine, Model, Request, generate_all
 from mimo_jax.decode.sampling import GREEDY, SAMPLED
-from mimo_jax.decode.stats import accept_stats, is_looping
+from mimo_jax.decode.stats import AcceptStats, is_looping
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import split
 from mimo_jax.models.target import Target

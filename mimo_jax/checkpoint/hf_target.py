@@ -294,17 +294,18 @@ def _layer_leaves(config: TargetConfig, layer_idx: int) -> list[Leaf]:
         ]
     if a.has_sink:
         leaves.append(name_map.plain(ours + "sink", attn + "attention_sink_bias", a.num_heads))
-    if not config.is_moe_layer[layer_idx]:
+    moe = config.moe
+    if moe is None or not config.is_moe_layer[layer_idx]:
         f = config.dense_hidden_size
         parts = {mlp + "gate_proj.weight": f, mlp + "up_proj.weight": f}
         return leaves + [
             name_map.columns(ours + "w_gate_up", d, parts),
             name_map.columns(ours + "w_down", f, {mlp + "down_proj.weight": d}),
         ]
-    e, f = config.moe.num_experts, config.moe.hidden_size
+    e, f = moe.num_experts, moe.hidden_size
     leaves.append(name_map.columns(ours + "w_router", d, {mlp + "gate.weight": e}, is_float32=True))
     bias = ours + "selection_bias"
-    if config.moe.scoring == "sigmoid":
+    if moe.scoring == "sigmoid":
         source = mlp + "gate.e_score_correction_bias"
         leaves.append(name_map.plain(bias, source, e, is_float32=True))
     else:
@@ -360,10 +361,15 @@ def _model_type(config: TargetConfig) -> str:
     if config.use_qk_norm:
         return "qwen3" if config.moe is None else "qwen3_moe"
     a = config.attention.get(GLOBAL)
-    is_plain = set(config.layer_kinds) == {GLOBAL} and config.moe is None
-    if is_plain and a.v_head_dim == a.head_dim and config.value_scale == 1.0 and not a.has_sink:
-        return "llama"
-    return "mimo_v2_flash"
+    is_llama = (
+        a is not None
+        and SLIDING not in config.layer_kinds
+        and config.moe is None
+        and a.v_head_dim == a.head_dim == a.rope_dim
+        and not a.has_sink
+        and config.value_scale == 1.0
+    )
+    return "llama" if is_llama else "mimo_v2_flash"
 
 
 def _require(condition: bool, path, message: str) -> None:
@@ -469,8 +475,8 @@ def _simple_json(config: TargetConfig, model_type: str, path) -> dict:
         _require(not is_sliding, path, f"{model_type} has no sliding layers")
     if model_type == "llama":
         values["mlp_bias"] = False
-    if model_type == "qwen3_moe":
-        moe = config.moe
+    moe = config.moe
+    if moe is not None:
         _require(moe.scoring == "softmax", path, "qwen3_moe needs softmax scores")
         _require(moe.routed_scale == 1.0, path, "qwen3_moe has no routed scale")
         dense = [i for i, is_moe in enumerate(config.is_moe_layer) if not is_moe]

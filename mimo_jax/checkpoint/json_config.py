@@ -27,6 +27,9 @@ def read_json(path: str | os.PathLike) -> dict:
 class Keys:
     """Values of one JSON object by key and type.
 
+    A getter returns its default for a missing key, hence `Any`: with a default of None the caller
+    decides what None means.
+
     Args:
       values: The object.
       path: File it came from, for messages.
@@ -52,26 +55,26 @@ class Keys:
             raise self.error(key, f"is {value!r}, expected {expected}")
         return value
 
-    def integer(self, key: str, default=_REQUIRED):
+    def integer(self, key: str, default: Any = _REQUIRED) -> Any:
         is_right = lambda v: isinstance(v, int) and not isinstance(v, bool)
         return self._get(key, default, is_right, "an integer")
 
-    def number(self, key: str, default=_REQUIRED):
+    def number(self, key: str, default: Any = _REQUIRED) -> Any:
         is_right = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
         value = self._get(key, default, is_right, "a number")
         return value if value is None else float(value)
 
-    def flag(self, key: str, default=_REQUIRED):
+    def flag(self, key: str, default: Any = _REQUIRED) -> Any:
         return self._get(key, default, lambda v: isinstance(v, bool), "true or false")
 
-    def items(self, key: str, kind: type, default=_REQUIRED):
+    def items(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
         is_right = lambda v: (
             isinstance(v, list) and all(isinstance(x, kind) and not isinstance(x, bool) for x in v)
         )
         value = self._get(key, default, is_right, f"a list of {kind.__name__}")
         return value if value is None else tuple(value)
 
-    def nested(self, key: str, default=_REQUIRED) -> "Keys":
+    def nested(self, key: str, default: Any = _REQUIRED) -> "Keys":
         value = self._get(key, default, lambda v: isinstance(v, dict), "an object")
         return Keys(value, self.path, f"{self.prefix}{key}.")
 
@@ -82,7 +85,7 @@ class Keys:
             listed = ", ".join(repr(item) for item in allowed) or "null"
             raise self.error(key, f"{value!r} is not supported; allowed: {listed}")
 
-    def layers(self, key: str, names: dict, num_layers: int, default=_REQUIRED):
+    def layers(self, key: str, names: dict, num_layers: int, default: Any = _REQUIRED) -> Any:
         """A per-layer list translated by `names`."""
         value = self._get(key, default, lambda v: isinstance(v, list), "a list")
         if value is None:

@@ -151,7 +151,9 @@ def read_leaves(
     for name in tensors.names():
         short = name.removeprefix(prefix)
         if short in alias:
-            raise CheckpointError(f"{tensors.file_of(name)}: both {short!r} and {name!r} exist")
+            raise CheckpointError(
+                f"{tensors.file_of(name)}: both {alias[short]!r} and {name!r} exist"
+            )
         alias[short] = name
     _check_names(leaves, tensors, alias, is_ignored)
     for leaf in leaves:

@@ -10,15 +10,19 @@ Ties: the lowest id wins, in every mode.
 """
 
 import dataclasses
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mimo_jax.layers.vocab import argmax_lowest
+
 # Static choice of program: filters cost a sort of the vocabulary, noise costs v random numbers.
 GREEDY, SAMPLED, FILTERED = "greedy", "sampled", "filtered"
 
 
+@no_type_check  # a pytree also holds tracers, shapes and shardings
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowSampling:
@@ -35,17 +39,6 @@ class RowSampling:
     top_p: Float[Array, "b"]
     top_k: Int[Array, "b"]
     seed: Int[Array, "b"]
-
-
-def argmax_lowest(logits: Float[Array, "*b v"]) -> Int[Array, "*b"]:
-    """Index of the maximum, the lowest on ties; two vectorised passes.
-
-    XLA:CPU compiles jnp.argmax to a scalar loop over (value, index) pairs.
-    """
-    v = logits.shape[-1]
-    top = logits.max(axis=-1, keepdims=True)
-    index = jnp.arange(v, dtype=jnp.int32).reshape((1,) * (logits.ndim - 1) + (v,))
-    return jnp.min(jnp.where(logits == top, index, v - 1), axis=-1)
 
 
 def filter_logits(

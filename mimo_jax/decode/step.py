@@ -9,19 +9,20 @@ steps) and batch jobs (until all rows are done).
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from mimo_jax.cache import KVCache
+from mimo_jax.config import DrafterConfig
 from mimo_jax.decode import accept
-from mimo_jax.decode.sampling import RowSampling, argmax_lowest, sample
-from mimo_jax.models.drafter import Drafter
+from mimo_jax.decode.sampling import RowSampling, sample
 from mimo_jax.models.target import Target
 
 
+@no_type_check  # a pytree also holds tracers, shapes and shardings
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
@@ -58,6 +59,31 @@ class DecodeState:
         return self.finish != accept.RUNNING
 
 
+@runtime_checkable
+class BlockDrafter(Protocol):
+    """What the loop asks of a drafter; `models.drafter.Drafter` is the one, tests script others."""
+
+    config: DrafterConfig
+
+    def make_cache(self, batch_size: int, max_len: int, slack: int) -> KVCache:
+        """Empty context memory."""
+        ...
+
+    def inject_prompt(self, cache, context_features, start, num_valid) -> KVCache:
+        """Context memory with a prompt chunk's features."""
+        ...
+
+    def inject_context(self, cache, context_features, start) -> KVCache:
+        """Context memory with a verified block's features."""
+        ...
+
+    def propose(
+        self, target, anchors, cache, anchor_pos, active_len, draft_block_len
+    ) -> Int[Array, "b m"]:
+        """Draft tokens for the positions after the anchors."""
+        ...
+
+
 class StepResult(NamedTuple):
     """A step's tokens before cuts: emitted int32 [b, m1] of which num_accepted + 1 are real."""
 
@@ -78,7 +104,7 @@ def _write_at(buffer, block, column):
 
 
 def draft(
-    target: Target, drafter: Drafter, state: DecodeState, draft_block_len: int
+    target: Target, drafter: BlockDrafter, state: DecodeState, draft_block_len: int
 ) -> tuple[Int[Array, "b m1"], Int[Array, "b"]]:
     """Proposes one block per row.
 
@@ -87,18 +113,16 @@ def draft(
       shrinks to the tokens that may still be emitted.
     """
     anchor_pos = state.length - 1
-    anchors = jnp.take_along_axis(state.tokens, anchor_pos[:, None], axis=1)
+    anchors = jnp.take_along_axis(state.tokens, anchor_pos[:, None], axis=1)[:, 0]
     active_len = jnp.clip(state.max_len - anchor_pos, 1, draft_block_len)
-    b, m = anchors.shape[0], draft_block_len - 1
-    masks = jnp.full((b, m), drafter.config.mask_token_id, jnp.int32)
-    embeddings = target.embed(jnp.concatenate([anchors, masks], axis=1))
-    hidden = drafter.draft_hidden(embeddings, state.drafter_cache, anchor_pos, active_len)
-    logits = target.unembed(hidden[:, 1:], drafter.config.vocab_size)
-    return jnp.concatenate([anchors, argmax_lowest(logits)], axis=1), active_len
+    proposals = drafter.propose(
+        target, anchors, state.drafter_cache, anchor_pos, active_len, draft_block_len
+    )
+    return jnp.concatenate([anchors[:, None], proposals], axis=1), active_len
 
 
 def speculative_step(
-    target: Target, drafter: Drafter, state: DecodeState, *, mode: str, draft_block_len: int
+    target: Target, drafter: BlockDrafter, state: DecodeState, *, mode: str, draft_block_len: int
 ) -> StepResult:
     """Draft, verify and accept one block; memory is written for the whole block."""
     block, active_len = draft(target, drafter, state, draft_block_len)
@@ -153,7 +177,7 @@ def commit(state: DecodeState, result: StepResult) -> DecodeState:
 
 def run_steps(
     target: Target,
-    drafter: Drafter | None,
+    drafter: BlockDrafter | None,
     state: DecodeState,
     num_steps: Int[Array, ""],
     *,

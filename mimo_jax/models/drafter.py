@@ -30,7 +30,9 @@ from mimo_jax.layers.attention import Stretch, attend
 from mimo_jax.layers.moe import swiglu
 from mimo_jax.layers.norm import rms_norm
 from mimo_jax.layers.rope import apply_rope, inverse_frequencies, rope_tables
+from mimo_jax.layers.vocab import argmax_lowest
 from mimo_jax.models.params import weight
+from mimo_jax.models.target import Target
 
 
 class ContextKV(NamedTuple):
@@ -162,6 +164,34 @@ class Drafter(nnx.Module):
         )
         new_cache = kv.KVCache(layers, cache.ring_positions, cache.windows, cache.slack)
         return kv.finish_chunk(new_cache, start, num_valid)
+
+    def propose(
+        self,
+        target: Target,
+        anchors: Int[Array, "b"],
+        cache: kv.KVCache,
+        anchor_pos: Int[Array, "b"],
+        active_len: Int[Array, "b"],
+        draft_block_len: int,
+    ) -> Int[Array, "b m"]:
+        """Drafts one block: the argmax of each mask slot; what the decode loop asks of a drafter.
+
+        Args:
+          target: Gives the embedding and the head.
+          anchors: Last committed token of each row.
+          cache: Context memory of all positions before the anchor.
+          anchor_pos: Absolute position of the anchor.
+          active_len: Slots in use; proposals at or past it mean nothing.
+          draft_block_len: Slots of the block, at most the trained length.
+
+        Returns:
+          int32 [b, draft_block_len - 1], proposals for positions anchor_pos + 1, + 2, ...
+        """
+        masks_shape = (anchors.shape[0], draft_block_len - 1)
+        mask_ids = jnp.full(masks_shape, self.config.mask_token_id, jnp.int32)
+        block_ids = jnp.concatenate([anchors[:, None], mask_ids], axis=1)
+        hidden = self.draft_hidden(target.embed(block_ids), cache, anchor_pos, active_len)
+        return argmax_lowest(target.unembed(hidden[:, 1:], self.config.vocab_size))
 
     def draft_hidden(
         self,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mimo_jax.decode.sampling import argmax_lowest
+from mimo_jax.layers.vocab import argmax_lowest
 from mimo_jax.train.data import PackedRows
 from mimo_jax.train.step import Batch, draft_logits_at_anchors
 

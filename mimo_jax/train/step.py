@@ -10,7 +10,7 @@ per row and each block gathers the `window - 1` positions before its anchor.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from mimo_jax.train import block_mask, losses, muon
 _NOT_MUON = ("embedding", "head", "w_router")
 
 
+@no_type_check  # a pytree also holds tracers, shapes and shardings
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:

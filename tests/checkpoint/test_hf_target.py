@@ -27,7 +27,7 @@ from mimo_jax.config import (
     RopeScaling,
     TargetConfig,
 )
-from mimo_jax.models.params import flatten, split
+from mimo_jax.models.params import abstract, flatten, split, unflatten
 from mimo_jax.models.target import Target
 from tests.golden.files import DATA
 
@@ -268,13 +268,6 @@ def test_qk_norms_of_qwen3():
         np.testing.assert_array_equal(flatten(params)[f"layers.2.{name}"], expected)
 
 
-def test_load_gives_what_split_gives(mimo):
-    config, graph, params = mimo
-    expected_graph, expected = split(Target(config, rngs=nnx.Rngs(0)))
-    assert graph == expected_graph
-    assert jax.tree.structure(params) == jax.tree.structure(expected)
-
-
 def test_round_trip_is_bit_identical(mimo, tmp_path):
     config, graph, params = mimo
     save_target(tmp_path, config, params, dtype=jnp.float32, max_shard_bytes=300_000)
@@ -324,8 +317,10 @@ def test_bfloat16_keeps_the_router_in_float32(mimo, tmp_path):
         assert value.dtype == (jnp.float32 if is_router else jnp.bfloat16), name
     assert nnx.merge(graph, loaded).dtype == jnp.bfloat16
     _, _, wide = load_target(tmp_path, jnp.float32)
-    same_params(jax.tree.map(lambda x: x.astype(jnp.float32), loaded), wide)
-    rounded = flatten(params)["layers.3.w_qkv"].astype(jnp.bfloat16)
+    for name, value in flatten(wide).items():
+        same = np.asarray(flatten(loaded)[name]).astype(np.float32)
+        np.testing.assert_array_equal(value, same, err_msg=name)
+    rounded = np.asarray(flatten(params)["layers.3.w_qkv"]).astype(jnp.bfloat16)
     np.testing.assert_array_equal(flatten(loaded)["layers.3.w_qkv"], rounded)
 
 
@@ -368,14 +363,39 @@ FAMILIES = {
 }
 
 
+def random_target(config: TargetConfig, seed: int):
+    """(graph, params) without the many small programs of a real initialization."""
+    graph, like = abstract(lambda: Target(config, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(seed)
+    draw = lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
+    return graph, jax.tree.map(draw, like)
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_comes_back(model_type, tmp_path):
     config = FAMILIES[model_type]
-    graph, params = split(Target(config, rngs=nnx.Rngs(3)))
+    graph, params = random_target(config, 3)
+    if model_type == "qwen3_moe":
+        refused(
+            lambda: save_target(tmp_path, config, params), "layers.0.selection_bias", "not zero"
+        )
+        flat = flatten(params)
+        params = unflatten(params, flat | {"layers.0.selection_bias": jnp.zeros(7)})
     save_target(tmp_path, config, params, dtype=jnp.float32)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == model_type
     again_config, again_graph, again = load_target(tmp_path)
     assert (again_config, again_graph) == (config, graph)
+    same_params(again, params)
+
+
+def test_load_gives_what_split_gives(tmp_path):
+    config = FAMILIES["llama"]
+    graph, params = split(Target(config, rngs=nnx.Rngs(0)))
+    save_target(tmp_path, config, params, dtype=jnp.float32)
+    _, again_graph, again = load_target(tmp_path)
+    # One compiled program serves both: neither half of its key differs.
+    assert again_graph == graph
+    assert jax.tree.structure(again) == jax.tree.structure(params)
     same_params(again, params)
 
 
@@ -487,12 +507,9 @@ def test_layouts_of_a_later_day_are_refused(tmp_path):
 
 def test_tied_head(tmp_path):
     config = FAMILIES["llama"]
-    graph, params = split(Target(config, rngs=nnx.Rngs(4)))
-    tied = nnx.merge(graph, params)
-    flat = flatten(params)
-    hidden = jnp.ones((1, 1, config.hidden_size))
-    np.testing.assert_allclose(
-        tied.unembed(hidden)[0, 0], np.asarray(flat["embedding"]).sum(-1), atol=1e-5
-    )
+    graph, params = random_target(config, 4)
+    logits = nnx.merge(graph, params).unembed(jnp.ones((1, 1, config.hidden_size)))
+    expected = np.asarray(flatten(params)["embedding"]).sum(-1)
+    np.testing.assert_allclose(logits[0, 0], expected, atol=1e-5)
     save_target(tmp_path, config, params, dtype=jnp.float32)
     assert "lm_head.weight" not in SafetensorsDir(tmp_path)

@@ -261,11 +261,11 @@ def mutated_headers(draw) -> bytes:
 def test_any_header_is_read_or_refused_in_one_line(text, cut):
     with tempfile.TemporaryDirectory() as directory:
         path = write(Path(directory) / "m.safetensors", text, BODY[: len(BODY) - cut])
+        message = ""
         try:
             tensors = SafetensorsDir(path)
+            for name in tensors.names():
+                assert tensors.get(name).shape == tensors.shape(name)
         except CheckpointError as error:
-            assert "m.safetensors" in str(error)
-            assert "\n" not in str(error)
-            return
-        for name in tensors.names():
-            assert tensors.get(name).shape == tensors.shape(name)
+            message = str(error)
+    assert not message or ("m.safetensors" in message and "\n" not in message)

@@ -4,6 +4,7 @@ Run: .venv/bin/python -m pytest tests/models/test_drafter.py
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -126,6 +127,23 @@ def test_blocks_equal_the_golden_ones(case):
     hidden = case.draft(case.embed(g["block2_ids"]), cache, 27)
     check(hidden, g["block2_hidden"])
     check(case.target.unembed(jnp.asarray(hidden)), g["block2_logits"])
+
+
+def test_proposals_are_the_lowest_argmax_of_the_mask_slots(case):
+    g = case.golden
+    cache = case.with_prompt(g["context_features"], 24)
+    graph, target_params = nnx.split(case.target)
+
+    @functools.partial(jax.jit, static_argnums=6)
+    def propose(params, target_params, *args):
+        drafter_graph, _ = nnx.split(nnx.eval_shape(lambda: Drafter(case.config, rngs=nnx.Rngs(0))))
+        drafter = nnx.merge(drafter_graph, params)
+        return drafter.propose(nnx.merge(graph, target_params), *args)
+
+    anchor_pos, active = np.full(2, 24, np.int32), np.full(2, M1, np.int32)
+    args = (g["block1_ids"][:, 0], cache, anchor_pos, active, M1)
+    tokens = propose(case.params, target_params, *args)
+    np.testing.assert_array_equal(tokens, g["block1_logits"][:, 1:].argmax(-1))
 
 
 def test_rows_may_stand_at_different_places(case):

@@ -13,6 +13,7 @@ SAMPLE = [
     "def total(values):\n    return sum(values)\n<|endoftext|>",
     "<|im_start|>user\nWhat is 12 + 30?<|im_end|><|im_start|>assistant\nIt is 42.<|im_end|>",
     "the values of the users are the values of the total\n" * 5,
+    "12345 " * 20,  # repeated, and still no merge
 ]
 VOCAB_SIZE = 320
 TOKENIZER = Tokenizer(train_bpe(SAMPLE, vocab_size=VOCAB_SIZE))

@@ -165,8 +165,9 @@ def test_resuming_needs_the_step_alone(rows_by_scene: dict[str, data.PackedRows]
         resumed = data.batch_for_step(rows_by_scene, MIX, BATCH_ROWS, 1, step)
         for a, b in zip(straight[step], resumed, strict=True):
             np.testing.assert_array_equal(a, b)
+    # another seed draws other rows, not the same ones in another order
     other = data.batch_for_step(rows_by_scene, MIX, BATCH_ROWS, 2, 17)
-    assert (other.token_ids != straight[17].token_ids).any()
+    assert sorted(other.token_ids[:, 0]) != sorted(straight[17].token_ids[:, 0])
 
 
 def test_epochs_differ_and_scenes_are_mixed_within_a_batch(

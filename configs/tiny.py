@@ -1,0 +1,61 @@
+"""A 4-layer target with every feature on, and a drafter: random weights, seconds on a CPU.
+
+Used by tests. Dimensions are pairwise distinct, so that a swapped axis cannot pass.
+"""
+
+from mimo_jax.config import (
+    GLOBAL,
+    SLIDING,
+    AttentionConfig,
+    DrafterConfig,
+    MoeConfig,
+    TargetConfig,
+)
+
+
+def tiny_target(*, window: int = 10, vocab_size: int = 61) -> TargetConfig:
+    """Global and sliding layers of different geometry, sinks, a dense layer and experts."""
+    return TargetConfig(
+        vocab_size=vocab_size,
+        hidden_size=28,
+        layer_kinds=(GLOBAL, SLIDING, SLIDING, GLOBAL),
+        attention={
+            GLOBAL: AttentionConfig(
+                num_heads=6, num_kv_heads=2, head_dim=12, v_head_dim=8, rope_theta=1e5, rope_dim=4
+            ),
+            SLIDING: AttentionConfig(
+                num_heads=6,
+                num_kv_heads=3,
+                head_dim=12,
+                v_head_dim=8,
+                rope_theta=1e4,
+                rope_dim=4,
+                window=window,
+                has_sink=True,
+            ),
+        },
+        dense_hidden_size=40,
+        moe=MoeConfig(num_experts=7, top_k=2, hidden_size=20),
+        is_moe_layer=(False, True, True, True),
+        value_scale=0.707,
+        max_position=512,
+    )
+
+
+def tiny_drafter(*, window: int | None = 11, vocab_size: int = 61) -> DrafterConfig:
+    """One sliding and, with window=None, all-global layers; block of 5."""
+    return DrafterConfig(
+        hidden_size=28,
+        num_layers=2,
+        attention=AttentionConfig(
+            num_heads=4, num_kv_heads=2, head_dim=14, v_head_dim=9, rope_theta=1e4, rope_dim=6
+        ),
+        dense_hidden_size=33,
+        target_layer_ids=(0, 2),
+        num_target_layers=4,
+        draft_block_len=5,
+        mask_token_id=3,
+        vocab_size=vocab_size,
+        windows=(window, window),
+        max_position=512,
+    )

@@ -1,0 +1,431 @@
+"""The Python API: a checkpoint directory in, text out.
+
+    from mimo_jax import LLM
+
+    llm = LLM.load("assets/mimo-nano")
+    print(llm.generate("def mean(values):", max_tokens=64)[0].text)
+    for piece in llm.stream("def mean(values):", temperature=0.8, seed=1):
+        print(piece, end="")
+
+An `LLM` joins the token-level `Engine` with tokenizer, chat template and stop strings. It keeps
+every engine it has needed, by batch shape and sampling mode: only the first call of a kind
+compiles. `make_job` and `open_engine` are the parts that batch jobs are built from.
+
+Trap: dtype "bfloat16" halves the memory but is slow on CPUs, where XLA has no fast bfloat16
+product of one row; plain decoding then is many times slower than in float32. Use it on GPUs.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jax.numpy as jnp
+import numpy as np
+
+from mimo_jax.checkpoint.hf_drafter import find_drafter, load_drafter
+from mimo_jax.checkpoint.hf_target import load_target
+from mimo_jax.checkpoint.json_config import read_json
+from mimo_jax.checkpoint.safetensors_reader import CheckpointError
+from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
+from mimo_jax.decode.generate import LENGTH_BUCKET, Engine, Model, Request
+from mimo_jax.decode.jobs import Job, Output, run_jobs, stream_job
+from mimo_jax.decode.params import SamplingParams
+from mimo_jax.decode.sampling import FILTERED, GREEDY, SAMPLED, mode_for
+from mimo_jax.models.params import flatten
+from mimo_jax.text.chat import load_chat_template, render_chat
+from mimo_jax.text.tokenizer import Tokenizer
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+_MODES = (GREEDY, SAMPLED, FILTERED)  # each covers the ones before it
+_STOP_IDS_BUCKET = 8
+
+
+def read_stop_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
+    """End-of-sequence ids of a checkpoint: generation_config.json, else config.json.
+
+    Raises:
+      CheckpointError: If `eos_token_id` is no id or list of ids of the vocabulary.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        eos = read_json(path).get("eos_token_id") if path.is_file() else None
+        if eos is None:
+            continue
+        ids = eos if isinstance(eos, list) else [eos]
+        for i in ids:
+            if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab_size:
+                raise CheckpointError(
+                    f"{path}: eos_token_id is {eos!r}; allowed: ids in 0..{vocab_size - 1}"
+                )
+        return tuple(dict.fromkeys(ids))
+    return ()
+
+
+def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer | None:
+    """The tokenizer of a checkpoint, or None if it has none.
+
+    Raises:
+      CheckpointError: If it is damaged, not byte-level, or has ids that the model has not.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(path)
+        num_ids = len(tokenizer.bytes_by_id())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if num_ids > vocab_size:
+        raise CheckpointError(
+            f"{path}: has ids up to {num_ids - 1}, but vocab_size in config.json is {vocab_size}"
+        )
+    return tokenizer
+
+
+class LLM:
+    """A target, its drafter if it has one, and the text around them.
+
+    Attributes:
+      target: The target.
+      drafter: Its drafter, or None: then decoding is plain.
+      config: The target's config.
+      trained_block_len: Longest draft block; 1 without a drafter.
+      tokenizer: None if the checkpoint has none: then prompts are token ids and text is None.
+      stop_ids: The checkpoint's end-of-sequence ids.
+      directory: Where it came from, or None.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        drafter: Model | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        stop_ids: tuple[int, ...] = (),
+        directory: Path | None = None,
+    ):
+        """Joins models that are already in memory; `LLM.load` reads a checkpoint."""
+        assert isinstance(target.config, TargetConfig)
+        self.config: TargetConfig = target.config
+        self.trained_block_len = 1
+        if drafter is not None:
+            assert isinstance(drafter.config, DrafterConfig)
+            drafter.config.check_fits(target.config)
+            self.trained_block_len = drafter.config.draft_block_len
+        self.target, self.drafter = target, drafter
+        self.tokenizer, self.stop_ids, self.directory = tokenizer, stop_ids, directory
+        self._engines: dict[tuple, Engine] = {}  # by shape and mode
+        self._template: str | None = None
+        self._special_ids: dict[str, int] = {}
+        if tokenizer is not None:
+            pieces = tokenizer.bytes_by_id()
+            self._special_ids = {pieces[i].decode(): i for i in sorted(tokenizer.special_ids)}
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint_dir: str | Path,
+        drafter: str | Path | None = "auto",
+        dtype: str = "float32",
+    ) -> "LLM":
+        """Reads a published checkpoint directory.
+
+        Args:
+          checkpoint_dir: Holds config.json and safetensors; tokenizer.json, chat template and
+            generation_config.json are used where they exist.
+          drafter: "auto" takes the drafter in checkpoint_dir/dflash if there is one; None decodes
+            plainly; else the directory of a drafter.
+          dtype: Of weights and caches, "float32" or "bfloat16" (slow on CPUs, see the module).
+
+        Raises:
+          CheckpointError: Naming file and key of whatever cannot be used.
+          ConfigError: If the drafter was made for another target, or dtype is unknown.
+        """
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
+        directory = Path(checkpoint_dir)
+        config, *rest = load_target(directory, DTYPES[dtype])
+        drafter_dir = find_drafter(directory) if drafter == "auto" else drafter
+        return cls(
+            Model(config, *rest),
+            None if drafter_dir is None else Model(*load_drafter(drafter_dir, DTYPES[dtype])),
+            tokenizer=read_tokenizer(directory, config.vocab_size),
+            stop_ids=read_stop_ids(directory, config.vocab_size),
+            directory=directory,
+        )
+
+    def __repr__(self) -> str:
+        c = self.config
+        drafts = f"blocks of {self.trained_block_len}" if self.drafter else "none"
+        return (
+            f"LLM({self.directory}: {c.num_layers} layers, width {c.hidden_size}, vocabulary "
+            f"{c.vocab_size}, context {c.max_position}; drafter: {drafts})"
+        )
+
+    @property
+    def dtype(self) -> str:
+        """Of weights and caches."""
+        return str(flatten(self.target.params)["embedding"].dtype)
+
+    # --- text in -------------------------------------------------------------------------------
+
+    def need_tokenizer(self, why: str) -> Tokenizer:
+        """The tokenizer; raises ConfigError, beginning with `why`, if there is none."""
+        if self.tokenizer is None:
+            raise ConfigError(f"{why}, and this checkpoint has no tokenizer.json; use token ids")
+        return self.tokenizer
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation by the checkpoint's chat template.
+
+        Args:
+          messages: OpenAI-style, each with `role` and `content`.
+          tools: OpenAI-style tool descriptions.
+          template_kwargs: More variables for the template, e.g. {"enable_thinking": False}.
+
+        Raises:
+          ConfigError: If the checkpoint has no template, or messages do not suit it.
+        """
+        try:
+            if self._template is None:
+                if self.directory is None:
+                    raise ValueError("no chat template: this LLM was not loaded from a directory")
+                self._template = load_chat_template(self.directory)
+            return render_chat(self._template, messages, tools, **dict(template_kwargs or {}))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        except Exception as error:  # a template is foreign code: it may raise anything
+            raise ConfigError(
+                f"the chat template failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt, which may already be ids.
+
+        Raises:
+          ConfigError: For text without a tokenizer.
+        """
+        if isinstance(prompt, str):
+            return self.need_tokenizer("text prompts need a tokenizer").encode(prompt)
+        return [int(i) for i in prompt]
+
+    # --- jobs and engines ----------------------------------------------------------------------
+
+    def make_job(self, prompt_ids: list[int], params: SamplingParams) -> Job:
+        """Checks one request against the model.
+
+        A stop string that is a special token of the tokenizer becomes a stop id, since special
+        tokens have no text.
+
+        Raises:
+          ConfigError: In one line, if the prompt is empty, leaves no room in the context or holds
+            an id outside the vocabulary, or if stop strings come without a tokenizer.
+        """
+        p, context, v = len(prompt_ids), self.config.max_position, self.config.vocab_size
+        if p == 0:
+            raise ConfigError("prompt is empty; at least one token is needed")
+        if p >= context:
+            raise ConfigError(
+                f"prompt of {p} tokens is too long for the model's context of {context}; "
+                f"allowed: 1..{context - 1} tokens"
+            )
+        eos = () if params.ignore_eos else self.stop_ids
+        stop_ids = eos if params.stop_token_ids is None else params.stop_token_ids
+        for what, ids in (("prompt token id", prompt_ids), ("stop token id", stop_ids)):
+            if ids and not (min(ids) >= 0 and max(ids) < v):
+                bad = next(i for i in ids if not 0 <= i < v)
+                raise ConfigError(f"{what} {bad} is not in the vocabulary; allowed: 0..{v - 1}")
+        stops = params.stop
+        if stops:
+            self.need_tokenizer("stop strings need a tokenizer")
+            stop_ids += tuple(self._special_ids[s] for s in stops if s in self._special_ids)
+            stops = tuple(s for s in stops if s not in self._special_ids)
+        request = Request(
+            prompt_ids=prompt_ids,
+            max_tokens=min(params.max_tokens, context - p),
+            stop_ids=stop_ids,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            seed=params.seed,
+        )
+        return Job(request, stops)
+
+    def open_engine(
+        self,
+        jobs: Sequence[Job],
+        *,
+        batch_size: int = 1,
+        draft: bool = True,
+        draft_block_len: int | None = None,
+    ) -> Engine:
+        """The engine that fits every one of some jobs; made once per shape and mode.
+
+        Args:
+          jobs: At least one.
+          batch_size: Rows decoded at once, >= 1.
+          draft: Whether to use the drafter, if there is one.
+          draft_block_len: 2.. up to what the drafter was trained for; None = that.
+
+        Raises:
+          ConfigError: If an argument is out of range.
+        """
+        if batch_size < 1:
+            raise ConfigError(f"batch_size {batch_size} is out of range; allowed: >= 1")
+        drafter = self.drafter if draft else None
+        trained = self.trained_block_len
+        if draft_block_len is None:
+            draft_block_len = 1 if drafter is None else trained
+        elif drafter is None:
+            raise ConfigError(f"draft_block_len {draft_block_len} needs a drafter; none is in use")
+        elif not 2 <= draft_block_len <= trained:
+            raise ConfigError(
+                f"draft_block_len {draft_block_len} is out of range; allowed: 2..{trained} (the "
+                "length that the drafter was trained for)"
+            )
+        requests = [job.request for job in jobs]
+        longest = max(len(r.prompt_ids) + r.max_tokens for r in requests)
+        capacity = -(-longest // LENGTH_BUCKET) * LENGTH_BUCKET
+        most_stops = max(1, *(len(r.stop_ids) for r in requests))
+        max_stop_ids = -(-most_stops // _STOP_IDS_BUCKET) * _STOP_IDS_BUCKET
+        modes = {mode_for(r.temperature, r.top_p, r.top_k) for r in requests}
+        mode = max(modes, key=_MODES.index)
+        key = (capacity, batch_size, mode, draft_block_len, max_stop_ids)
+        if key not in self._engines:
+            self._engines[key] = Engine(
+                self.target,
+                drafter,
+                max_len=min(capacity, self.config.max_position),
+                batch_size=batch_size,
+                mode=mode,
+                draft_block_len=None if drafter is None else draft_block_len,
+                max_stop_ids=max_stop_ids,
+            )
+        return self._engines[key]
+
+    # --- text out ------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | Sequence[int] = 0,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: Sequence[int] | None = None,
+        ignore_eos: bool = False,
+        draft: bool = True,
+        draft_block_len: int | None = None,
+        batch_size: int = 1,
+    ) -> list[Output]:
+        """Answers prompts, in their order.
+
+        Args:
+          prompts: One text, one list of token ids, or a list of either.
+          max_tokens: Most tokens per answer; the context may end an answer earlier.
+          temperature: 0 = greedy.
+          top_p: Nucleus mass; 1 = off.
+          top_k: 0 = off.
+          seed: Of every answer, or one seed per prompt (to sample a prompt several times).
+          stop: Strings that end an answer.
+          stop_token_ids: Ids that end an answer, in place of the checkpoint's own.
+          ignore_eos: Do not end at the checkpoint's own stop ids.
+          draft: Use the drafter, if there is one. The answers are the same without, only slower.
+          draft_block_len: 2.. up to what the drafter was trained for; None = that.
+          batch_size: Rows decoded at once.
+
+        Returns:
+          One Output per prompt, also for a single one.
+
+        Raises:
+          ConfigError: In one line, if a prompt or an argument cannot be served.
+
+        Example: `llm.generate(["1+1=", "2+2="], max_tokens=4)[1].text`
+        """
+        is_ids = lambda p: len(p) > 0 and isinstance(p[0], (int, np.integer))
+        is_one = isinstance(prompts, str) or is_ids(prompts)
+        many = cast(Sequence[str | Sequence[int]], [prompts] if is_one else prompts)
+        if not many:
+            return []
+        seeds = [seed] * len(many) if isinstance(seed, int) else list(seed)
+        if len(seeds) != len(many):
+            raise ConfigError(f"{len(seeds)} seeds for {len(many)} prompts; give one, or one each")
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=None if stop_token_ids is None else tuple(stop_token_ids),
+            ignore_eos=ignore_eos,
+        )
+        jobs = [
+            self.make_job(self.encode(prompt), dataclasses.replace(params, seed=s))
+            for prompt, s in zip(many, seeds, strict=True)
+        ]
+        engine = self.open_engine(
+            jobs,
+            batch_size=min(batch_size, len(jobs)),
+            draft=draft,
+            draft_block_len=draft_block_len,
+        )
+        done = dict(run_jobs(engine, jobs, self.tokenizer))
+        return [done[index] for index in range(len(jobs))]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Output:
+        """Answers a conversation.
+
+        Args:
+          messages: OpenAI-style.
+          tools: OpenAI-style tool descriptions.
+          template_kwargs: More variables for the chat template.
+          **options: As in `generate`.
+
+        Example: `llm.chat([{"role": "user", "content": "2+2?"}], max_tokens=16).text`
+        """
+        return self.generate(self.render_chat(messages, tools, template_kwargs), **options)[0]
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        stop: str | Sequence[str] = (),
+        draft: bool = True,
+        draft_block_len: int | None = None,
+        steps_per_group: int = 4,
+        **params: Any,
+    ) -> Iterator[str]:
+        """Yields the answer to one prompt in pieces, never half a character.
+
+        Args:
+          prompt: Text (of a conversation: what `render_chat` gives) or token ids.
+          stop: Strings that end the answer.
+          draft: Use the drafter, if there is one.
+          draft_block_len: As in `generate`.
+          steps_per_group: Decode steps between two pieces.
+          **params: Other fields of SamplingParams.
+
+        Raises:
+          ConfigError: At the call, not at the first piece.
+        """
+        tokenizer = self.need_tokenizer("streaming text needs a tokenizer")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        job = self.make_job(self.encode(prompt), SamplingParams(stop=stops, **params))
+        engine = self.open_engine([job], draft=draft, draft_block_len=draft_block_len)
+        return stream_job(engine, job, tokenizer, steps_per_group=steps_per_group)

@@ -1,0 +1,54 @@
+"""How one answer is to be decoded: the sampling fields of every way in, and their limits.
+
+One dataclass serves the Python API, the command line and the fields of a batch line, so that a
+value is refused everywhere with the same line. Imports no JAX: `--help` needs the defaults only.
+"""
+
+import dataclasses
+import math
+
+from mimo_jax.config import ConfigError
+
+MAX_SEED = 2**31 - 1  # a seed is an int32 on the device
+
+
+def _require(is_right: bool, name: str, value: object, allowed: str) -> None:
+    if not is_right:
+        raise ConfigError(f"{name} {value} is out of range; allowed: {allowed}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """Sampling and stopping of one answer.
+
+    Attributes:
+      max_tokens: Most tokens to emit, >= 1; the model's context may end the answer earlier.
+      temperature: 0 = greedy.
+      top_p: Nucleus mass in (0, 1]; 1 = off.
+      top_k: 0 = off.
+      seed: Of the noise, 0..2^31-1. The same seed and prompt give the same answer.
+      stop: Strings that end the answer; neither they nor what follows is part of the text.
+      stop_token_ids: Ids that end the answer, in place of the checkpoint's own; None = its own.
+      ignore_eos: Whether the checkpoint's own stop ids are ignored.
+
+    Raises:
+      ConfigError: Naming the field and what is allowed.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, ">= 1")
+        is_temperature = math.isfinite(self.temperature) and self.temperature >= 0
+        _require(is_temperature, "temperature", self.temperature, ">= 0 (0 = greedy)")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0, up to 1 (1 = off)")
+        _require(0 <= self.top_k < 2**31, "top_k", self.top_k, ">= 0 (0 = off)")
+        _require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"0..{MAX_SEED}")
+        _require(all(self.stop), "stop", "''", "strings of at least one character")

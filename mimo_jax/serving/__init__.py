@@ -1,0 +1,1 @@
+"""Decoding for others: files of prompts in, files of answers out. No model code."""

@@ -1,0 +1,291 @@
+"""A file of prompts in, a file of answers out, in the order of the input; resumable.
+
+One engine serves the whole job: its length comes from the longest request and its sampling mode
+from the most demanding one, counted over all lines, also those that an earlier run has answered,
+so that a continued job runs the same program. Answers finish out of order; each is written as soon
+as all earlier lines are, so the output is always a prefix of the finished file. It holds nothing
+that depends on the clock: a job that was stopped and continued ends in the same bytes.
+"""
+
+import dataclasses
+import datetime
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from mimo_jax import __version__
+from mimo_jax.config import ConfigError
+from mimo_jax.decode.generate import Engine
+from mimo_jax.decode.jobs import Job, Output, run_jobs
+from mimo_jax.decode.llm import LLM
+from mimo_jax.decode.params import SamplingParams
+from mimo_jax.serving import report
+from mimo_jax.serving.jsonl import (
+    Finished,
+    JobError,
+    OutputWriter,
+    is_stdio,
+    read_finished,
+    read_lines,
+    write_whole,
+)
+from mimo_jax.serving.options import BatchOptions
+from mimo_jax.serving.progress import JobBar
+from mimo_jax.serving.requests import Line, LineError, parse_line
+from mimo_jax.timing import Stopwatch
+
+# Steps between two looks of the host: often where a row may be refilled or end at a stop string.
+_STEPS_PER_GROUP, _STEPS_PER_SHORT_GROUP = 32, 8
+
+
+@dataclasses.dataclass
+class _Entry:
+    """One input line on its way: `line` or `error` at first, `job` or `error` in the end."""
+
+    line_id: str
+    scene: str | None = None
+    line: Line | None = None
+    job: Job | None = None
+    error: str | None = None
+
+
+def _parse(
+    lines: list[tuple[int, bytes]], defaults: SamplingParams, scene: str | None
+) -> list[_Entry]:
+    entries: list[_Entry] = []
+    first_with: dict[str, int] = {}
+    for number, raw in lines:
+        try:
+            line = parse_line(raw, number, defaults, scene)
+        except LineError as error:
+            entry = _Entry(error.line_id, error=str(error))
+        else:
+            entry = _Entry(line.line_id, line.scene, line)
+        first = first_with.setdefault(entry.line_id, number)
+        if first != number and entry.error is None:
+            entry.error = f"line {number}: id {entry.line_id!r} is already that of line {first}"
+        entries.append(entry)
+    return entries
+
+
+def _prompt_text(llm: LLM, line: Line) -> str | None:
+    """Text that is still to be tokenized; None if the line gives ids."""
+    if line.messages is not None:
+        return llm.render_chat(line.messages, line.tools, line.chat_template_kwargs)
+    return line.prompt
+
+
+def _make_jobs(llm: LLM, entries: list[_Entry]) -> None:
+    """Gives every entry a job or an error; all texts are tokenized in one call."""
+    texts: list[tuple[_Entry, str]] = []
+    prompts: list[tuple[_Entry, list[int]]] = []
+    for entry in entries:
+        if entry.line is None or entry.error is not None:
+            continue
+        try:
+            text = _prompt_text(llm, entry.line)
+            if text is not None:
+                llm.need_tokenizer("text prompts need a tokenizer")
+                texts.append((entry, text))
+        except ConfigError as error:
+            entry.error = f"line {entry.line.number}: {error}"
+        if entry.line.prompt_token_ids is not None:
+            prompts.append((entry, entry.line.prompt_token_ids))
+    if texts and llm.tokenizer is not None:
+        ids = llm.tokenizer.encode_batch([text for _, text in texts])
+        prompts += [(entry, prompt) for (entry, _), prompt in zip(texts, ids, strict=True)]
+    for entry, prompt_ids in prompts:
+        assert entry.line is not None
+        try:
+            entry.job = llm.make_job(prompt_ids, entry.line.params)
+        except ConfigError as error:
+            entry.error = f"line {entry.line.number}: {error}"
+
+
+def _split_finished(entries: list[_Entry], finished: Finished) -> tuple[list[_Entry], list[_Entry]]:
+    """(entries answered by an earlier run, entries still to do)."""
+    left = finished.ids.copy()
+    done, pending = [], []
+    for entry in entries:
+        is_done = left[entry.line_id] > 0
+        left[entry.line_id] -= is_done
+        (done if is_done else pending).append(entry)
+    return done, pending
+
+
+def _record(entry: _Entry, output: Output | None, is_detailed: bool) -> dict:
+    """The output line of an entry; `id` first, see `jsonl`."""
+    record: dict = {"id": entry.line_id}
+    if entry.scene is not None:
+        record["scene"] = entry.scene
+    if output is None:
+        return record | {"error": entry.error}
+    num_prompt, num_output = len(output.prompt_ids), len(output.token_ids)
+    record |= {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+        },
+        "accept_stats": output.stats.to_json(),
+    }
+    if is_detailed:
+        record["prompt_token_ids"] = output.prompt_ids
+        record["num_committed_per_step"] = output.completion.num_committed_per_step
+    return record
+
+
+def _answers(
+    engine: Engine | None, llm: LLM, entries: Sequence[_Entry], on_tokens
+) -> Iterator[tuple[int, Output | None]]:
+    """(index in entries, answer or None for an error), as they come."""
+    for index, entry in enumerate(entries):
+        if entry.error is not None:
+            yield index, None
+    pairs = [(index, entry.job) for index, entry in enumerate(entries) if entry.job is not None]
+    if engine is None or not pairs:
+        return
+    jobs = [job for _, job in pairs]
+    must_hurry = engine.batch_size > 1 or any(job.stops for job in jobs)
+    for job_idx, output in run_jobs(
+        engine,
+        jobs,
+        llm.tokenizer,
+        steps_per_group=_STEPS_PER_SHORT_GROUP if must_hurry else _STEPS_PER_GROUP,
+        on_tokens=on_tokens,
+    ):
+        yield pairs[job_idx][0], output
+
+
+def _decode(
+    options: BatchOptions,
+    llm: LLM,
+    engine: Engine | None,
+    entries: Sequence[_Entry],
+    writer: OutputWriter,
+) -> tuple[report.JobReport, float, float]:
+    """Answers entries into the writer; returns (report, wall seconds, compile seconds)."""
+    tally = report.JobReport()
+    compiled_before = engine.compile_s if engine else 0.0
+    compile_s = lambda: engine.compile_s - compiled_before if engine else 0.0
+    num_tokens, num_written = 0, 0
+    waiting: dict[int, dict] = {}
+    with JobBar(len(entries), options.quiet) as bar, Stopwatch() as watch:
+
+        def show():
+            run_s = max(watch.elapsed_s - compile_s(), 1e-9)
+            bar.update(tally.total.num_requests, num_tokens / run_s, tally.total.accept.tau)
+
+        def on_tokens(index: int, new_ids: list[int]) -> None:
+            nonlocal num_tokens
+            num_tokens += len(new_ids)
+            show()
+
+        for index, output in _answers(engine, llm, entries, None if options.quiet else on_tokens):
+            tally.add(entries[index].scene, output)
+            waiting[index] = _record(entries[index], output, options.detailed)
+            while num_written in waiting:
+                writer.write(waiting.pop(num_written))
+                num_written += 1
+            show()
+    return tally, watch.elapsed_s, compile_s()
+
+
+def _load(options: BatchOptions) -> LLM:
+    drafter = None if options.draft == "off" else (options.drafter or "auto")
+    return LLM.load(options.checkpoint, drafter, options.dtype)
+
+
+def _check_paths(options: BatchOptions) -> None:
+    paths = {"output": options.output, "metrics_json": options.metrics_json}
+    for name, path in paths.items():
+        if path is None or is_stdio(path):
+            continue
+        if path.is_dir():
+            raise JobError(f"{name} {path}: is a directory, expected a file")
+        if path.resolve() == options.input.resolve():
+            raise JobError(f"{name} {path}: is the input; name another file")
+
+
+def _describe_run(options: BatchOptions, llm: LLM, engine: Engine | None) -> dict:
+    has_draft = engine is not None and engine.drafter is not None
+    device = jax.devices()[0]
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "date": datetime.date.today().isoformat(),
+        "mimo_jax": __version__,
+        "jax": jax.__version__,
+        "device": f"{device.platform}: {device.device_kind}",
+        "checkpoint": str(options.checkpoint),
+        "dtype": llm.dtype,
+        "draft": "chain" if has_draft else "off",
+        "draft_block_len": engine.draft_block_len if engine else None,
+        "batch_size": engine.batch_size if engine else None,
+        "sampling_mode": engine.mode if engine else None,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": options.top_k,
+        "seed": options.seed,
+    }
+
+
+def run_batch(options: BatchOptions, llm: LLM | None = None) -> int:
+    """Runs a batch job.
+
+    Args:
+      options: See there.
+      llm: A loaded model, in place of what options.checkpoint and options.drafter name.
+
+    Returns:
+      Exit code: 0, or 1 if some line of the job has an error, also from an earlier run.
+
+    Raises:
+      ConfigError: If a flag is out of range or does not fit the model.
+      CheckpointError: If the checkpoint cannot be used.
+      JobError: If a file cannot be read or written. The output is a valid prefix then.
+    """
+    defaults = options.sampling()
+    _check_paths(options)
+    entries = _parse(read_lines(options.input), defaults, options.scene)
+    finished = read_finished(options.output)
+    llm = _load(options) if llm is None else llm
+    use_draft = options.draft != "off" and llm.drafter is not None
+    if options.draft == "chain" and llm.drafter is None:
+        raise ConfigError(
+            f"draft chain needs a drafter, and {options.checkpoint / 'dflash'} holds none; name "
+            "one with --drafter"
+        )
+    if options.stop:
+        llm.need_tokenizer("stop strings need a tokenizer")
+    _make_jobs(llm, entries)
+    jobs = [entry.job for entry in entries if entry.job is not None]
+    engine = None
+    if jobs:
+        engine = llm.open_engine(
+            jobs,
+            batch_size=min(options.batch_size, len(jobs)),
+            draft=use_draft,
+            draft_block_len=options.draft_block_len,
+        )
+    done, pending = _split_finished(entries, finished)
+    with OutputWriter.open(options.output, finished) as writer:
+        tally, wall_s, compile_s = _decode(options, llm, engine, pending, writer)
+    run = _describe_run(options, llm, engine)
+    metrics = tally.metrics(wall_s, compile_s, len(done), run)
+    if options.metrics_json is not None:
+        write_whole(options.metrics_json, json.dumps(metrics, indent=1) + "\n")
+    console = Console(stderr=True)
+    if not options.quiet:
+        console.print(report.render(metrics))
+    num_errors = tally.total.num_errors + sum(e.line_id in finished.error_ids for e in done)
+    if num_errors:
+        console.print(f"{num_errors} of {len(entries)} lines have an error", style="red")
+    return 1 if num_errors else 0

@@ -1,0 +1,89 @@
+"""Flags of `serve.py batch`. Imports no JAX, so that `--help` answers at once."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from mimo_jax.config import SCENES, ConfigError
+from mimo_jax.decode.params import SamplingParams
+
+
+def _optional(metavar: str, default: str):
+    """How `--help` shows a flag whose default is None."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchOptions:
+    """Answer a file of prompts, one JSON object per line.
+
+    A line holds "prompt" (text), "prompt_token_ids" or "messages"; or it is a request of an OpenAI
+    batch file. It may hold id, scene, tools, chat_template_kwargs, and in place of the flags of the
+    same names max_tokens, temperature, top_p, top_k, seed, stop, stop_token_ids, ignore_eos.
+
+    Every line gets one line of output, in the order of the input. A line that cannot be answered
+    gets one with "error", and the exit code is 1. The same command, given again, goes on where it
+    was stopped.
+    """
+
+    checkpoint: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """The target: config.json, safetensors and, for text, tokenizer.json."""
+    input: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    """Prompts, JSON lines; - for stdin."""
+    output: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    """Answers, JSON lines; - for stdout. Ids that it holds already are skipped."""
+    drafter: Annotated[Path | None, _optional("DIR", "CHECKPOINT/dflash if it exists")] = None
+    """The drafter."""
+    draft: Annotated[
+        Literal["off", "chain"] | None, _optional("{off,chain}", "chain if there is a drafter")
+    ] = None
+    """Draft one chain of tokens per step, or none. The answers are the same."""
+    draft_block_len: Annotated[int | None, _optional("INT", "what the drafter was made for")] = None
+    """Tokens per draft block, the anchor included; at most the default."""
+    max_tokens: int = 256
+    """Most tokens per answer; the model's context may end an answer earlier."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Sample from the fewest tokens that have this probability together; 1 is off."""
+    top_k: int = 0
+    """Sample from this many most likely tokens; 0 is off."""
+    seed: int = 0
+    """Of every request; the same seed and prompt give the same answer."""
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """String that ends an answer."""
+    scene: Annotated[str | None, _optional("NAME", "none")] = None
+    """Scene of lines that name none; groups the statistics."""
+    batch_size: int = 1
+    """Rows decoded at once; more rows give more tokens per second and later answers."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and caches. bfloat16 is slow on CPUs."""
+    detailed: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Also write prompt_token_ids and num_committed_per_step."""
+    metrics_json: Annotated[Path | None, _optional("FILE", "none")] = None
+    """Gets the figures of the table at the end."""
+    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """No progress bar and no table."""
+
+    def sampling(self) -> SamplingParams:
+        """What a line without fields of its own is decoded with.
+
+        Raises:
+          ConfigError: If a flag is out of range.
+        """
+        if self.scene is not None and self.scene not in SCENES:
+            raise ConfigError(f"scene {self.scene!r} is unknown; allowed: {', '.join(SCENES)}")
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size {self.batch_size} is out of range; allowed: >= 1")
+        if self.draft == "off" and self.draft_block_len is not None:
+            raise ConfigError("draft_block_len has no meaning with draft off; allowed: draft chain")
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            stop=self.stop,
+        )

@@ -1,0 +1,37 @@
+"""The bar of a running job, on stderr, so that stdout may carry the answers."""
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+
+class JobBar:
+    """Done/total, tokens per second and accept length; shows nothing when quiet.
+
+    Example: `with JobBar(10, is_quiet=False) as bar: bar.update(1, tokens_per_s=80.0, tau=4.2)`.
+    """
+
+    def __init__(self, num_lines: int, is_quiet: bool):
+        """Prepares a bar for a job of num_lines lines."""
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=Console(stderr=True),
+            disable=is_quiet,
+        )
+        self._task = self._progress.add_task("compiling", total=num_lines, figures="")
+
+    def __enter__(self) -> "JobBar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._progress.stop()
+
+    def update(self, num_done: int, tokens_per_s: float, tau: float | None) -> None:
+        """Shows where the job stands; tau None means that no step is known yet."""
+        figures = f"{tokens_per_s:.1f} tokens/s" + ("" if tau is None else f"  τ {tau:.2f}")
+        self._progress.update(
+            self._task, description="decoding", completed=num_done, figures=figures
+        )
