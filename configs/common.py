@@ -46,8 +46,9 @@ def nano_target() -> TargetConfig:
 def nano_drafter() -> DrafterConfig:
     """0.75M parameters in the published DFlash shape: 2 sliding layers, block of 8.
 
-    Taps leave the last layer out: its residual stream is four times larger than the first's and,
-    without a norm per tap (published drafters have none), drowns the others.
+    Taps leave the first layer (dense, little context) and the last out: the last one's residual
+    stream is four times larger than the first's and, without a norm per tap (published drafters
+    have none), drowns the others.
     """
     return DrafterConfig(
         hidden_size=192,
@@ -56,7 +57,7 @@ def nano_drafter() -> DrafterConfig:
             num_heads=6, num_kv_heads=2, head_dim=32, v_head_dim=32, rope_theta=1e4, rope_dim=32
         ),
         dense_hidden_size=384,
-        target_layer_ids=(1, 2, 3),
+        target_layer_ids=(1, 2, 3, 4),
         num_target_layers=6,
         draft_block_len=8,
         mask_token_id=9,

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from mimo_jax import demo
 from mimo_jax.config import ConfigError
-from mimo_jax.decode.generate import Completion
-from mimo_jax.decode.jobs import Output
+from mimo_jax.decode.generate import Completion, Request
+from mimo_jax.decode.jobs import Job, Output
 from mimo_jax.decode.llm import LLM
 from mimo_jax.decode.stats import AcceptStats
 from mimo_jax.text.tokenizer import Tokenizer
@@ -26,6 +26,7 @@ LINES = {
     "math": [{"prompt": "What is 2+2?"}, {"prompt": "7*6="}, {"prompt": "x" * 200}],
     "agent": [{"prompt": "Book a train", "stop_token_ids": [7]}, {"prompt": "Call Ann"}],
 }
+JOB = Job(Request([1, 2], max_tokens=8))
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +51,14 @@ def console() -> Console:
 
 def output_of(token_ids, committed, ttft_s=0.1, decode_s=0.2) -> Output:
     accepted = [count - 1 for count in committed]
-    offered = [4] * len(committed)
+    offered = [7] * len(committed)
     completion = Completion(token_ids, "length", committed, accepted, offered, ttft_s, decode_s)
-    stats = AcceptStats.of([completion], 5)
+    stats = AcceptStats.of([completion], 8)
     return Output([1, 2], token_ids, "text", "length", completion, stats)
 
 
 def pair_of(plain: Output, dflash: Output) -> demo.Pair:
-    return demo.Pair(demo.Prompt("math-1", "math", None), plain, dflash)
+    return demo.Pair(demo.Prompt("math-1", "math", JOB), plain, dflash)
 
 
 # --- figures --------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ def test_a_checkpoint_without_a_drafter_is_refused(arguments, tmp_path):
         demo.run(dataclasses.replace(arguments, checkpoint=bare), console())
 
 
-# --- the whole of it -------------------------------------------------------------------------------
+# --- the whole of it ----------------------------------------------------------------------
 
 
 @pytest.mark.e2e

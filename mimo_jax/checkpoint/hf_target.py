@@ -312,10 +312,8 @@ def _layer_leaves(config: TargetConfig, layer_idx: int) -> list[Leaf]:
         leaves.append(name_map.zeros(bias, e))
     parts = {mlp + "experts.{}.gate_proj.weight": f, mlp + "experts.{}.up_proj.weight": f}
     return leaves + [
-        name_map.expert_columns(ours + "experts_gate_up", e, d, parts),
-        name_map.expert_columns(
-            ours + "experts_down", e, f, {mlp + "experts.{}.down_proj.weight": d}
-        ),
+        name_map.experts(ours + "experts_gate_up", e, d, parts, is_out_in=True),
+        name_map.experts(ours + "experts_down", e, f, {mlp + "experts.{}.down_proj.weight": d}),
     ]
 
 

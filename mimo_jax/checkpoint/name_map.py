@@ -1,8 +1,8 @@
 """Name maps as data: which tensors of a file make up which parameter, read in both directions.
 
-A published file keeps every projection as its own [out, in] matrix; our parameters are [in, out],
-with projections of the same input side by side, and the experts of a layer in one stack. A `Leaf`
-says this once, and `read_leaves` and `write_model` follow it.
+A published file keeps every projection as its own [out, in] matrix; our parameters are [in, out]
+(gate and up of experts stay [out, in]), with projections of the same input side by side, and the
+experts of a layer in one stack. A `Leaf` says this once, and `read_leaves` and `write_model` follow it.
 
 Nothing half-written is ever trusted: each file is written under a temporary name and renamed,
 config.json is removed first and written last.
@@ -33,6 +33,7 @@ class Leaf:
       sources: Tensor names; part-minor, expert-major. Empty: the parameter is zero and not stored.
       shapes: Shape of each part in the file: [out, in], or any shape for a plain leaf.
       num_stacked: Experts in the stack; 0 = no stack.
+      is_out_in: Parts are kept [out, in] and stand below each other.
       is_plain: Copied as it stands instead of transposed.
       is_float32: float32 whatever the dtype of the model (router and its bias).
     """
@@ -41,6 +42,7 @@ class Leaf:
     sources: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     num_stacked: int = 0
+    is_out_in: bool = False
     is_plain: bool = False
     is_float32: bool = False
 
@@ -49,7 +51,7 @@ class Leaf:
         if self.is_plain:
             return self.shapes[0]
         columns = sum(out for out, _ in self.shapes)
-        shape = (self.shapes[0][1], columns)
+        shape = (columns, self.shapes[0][1]) if self.is_out_in else (self.shapes[0][1], columns)
         return (self.num_stacked, *shape) if self.num_stacked else shape
 
     def source_shape(self, source_idx: int) -> tuple[int, ...]:
@@ -59,8 +61,9 @@ class Leaf:
         """Index of one source in the parameter."""
         expert_idx, part_idx = divmod(source_idx, len(self.shapes))
         first = sum(out for out, _ in self.shapes[:part_idx])
-        columns = slice(first, first + self.shapes[part_idx][0])
-        return (expert_idx, slice(None), columns) if self.num_stacked else (slice(None), columns)
+        part = slice(first, first + self.shapes[part_idx][0])
+        index = (part,) if self.is_out_in else (slice(None), part)
+        return (expert_idx, *index) if self.num_stacked else index
 
     def assemble(self, tensors: list[np.ndarray], dtype) -> np.ndarray:
         """The parameter from its sources."""
@@ -69,12 +72,15 @@ class Leaf:
             if self.is_plain:
                 value[...] = tensor
             else:
-                value[self._slot(source_idx)] = tensor.T
+                value[self._slot(source_idx)] = tensor if self.is_out_in else tensor.T
         return value
 
     def take_apart(self, value: np.ndarray, source_idx: int) -> np.ndarray:
         """One source from the parameter: the inverse of `assemble`."""
-        return value if self.is_plain else value[self._slot(source_idx)].T
+        if self.is_plain:
+            return value
+        part = value[self._slot(source_idx)]
+        return part if self.is_out_in else part.T
 
 
 def plain(name: str, source: str, *shape: int, is_float32: bool = False) -> Leaf:
@@ -87,11 +93,13 @@ def columns(name: str, width_in: int, parts: dict[str, int], *, is_float32: bool
     return Leaf(name, tuple(parts), shapes, is_float32=is_float32)
 
 
-def expert_columns(name: str, num_experts: int, width_in: int, parts: dict[str, int]) -> Leaf:
+def experts(
+    name: str, num_experts: int, width_in: int, parts: dict[str, int], *, is_out_in: bool = False
+) -> Leaf:
     """As `columns`, stacked over experts; part names hold one {} for the expert."""
     sources = tuple(part.format(i) for i in range(num_experts) for part in parts)
     shapes = tuple((out, width_in) for out in parts.values())
-    return Leaf(name, sources, shapes, num_stacked=num_experts)
+    return Leaf(name, sources, shapes, num_stacked=num_experts, is_out_in=is_out_in)
 
 
 def zeros(name: str, *shape: int) -> Leaf:

@@ -21,6 +21,7 @@ from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
 from mimo_jax.decode import accept
 from mimo_jax.decode.sampling import GREEDY, RowSampling, mode_for, sample
 from mimo_jax.decode.step import DecodeState, run_steps
+from mimo_jax.models.params import transpose_weights
 from mimo_jax.timing import Stopwatch
 
 PROMPT_BUCKET = 32  # prompts are padded to multiples: one prefill program per multiple
@@ -84,6 +85,23 @@ class Model:
     params: object
 
 
+# A model past this size does not stay in a CPU's last-level cache from step to step.
+_CACHE_BYTES = 64 << 20
+
+
+def lay_out_for_decode(model: Model) -> Model:
+    """The model with its matrices as this platform's small matmuls read them fastest.
+
+    Models that outgrow the cache of a CPU are stored [out, in] (see layers/linear.py); all others
+    are returned as they are. Engines do this themselves; do it once and drop the original where
+    several engines share a large model.
+    """
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    if jax.default_backend() != "cpu" or num_bytes < _CACHE_BYTES:
+        return model
+    return Model(model.config, *transpose_weights(model.graph, model.params))
+
+
 class Engine:
     """Compiled decoding of one batch shape.
 
@@ -127,7 +145,8 @@ class Engine:
                     f"draft_block_len {draft_block_len} is out of range; allowed: 2..{trained} "
                     "(the drafter was trained for blocks of that length)"
                 )
-        self.target, self.drafter = target, drafter
+        self.target = lay_out_for_decode(target)
+        self.drafter = None if drafter is None else lay_out_for_decode(drafter)
         self.batch_size, self.mode, self.max_stop_ids = batch_size, mode, max_stop_ids
         self.capacity = -(-max_len // LENGTH_BUCKET) * LENGTH_BUCKET
         self.compile_s = 0.0

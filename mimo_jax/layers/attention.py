@@ -28,6 +28,27 @@ class Stretch(NamedTuple):
     mask: Bool[Array, "b t s"]
 
 
+# Up to this many (row, KV head) pairs are multiplied one by one: XLA:CPU runs a small batched
+# product 3x slower than the same plain ones (24x48x80 twice: 59 us against 20).
+_MAX_UNROLLED = 8
+
+
+def _batched_matmul(
+    left: Float[Array, "b k q i"], right: Float[Array, "b k i o"]
+) -> Float[Array, "b k q o"]:
+    """Products of the last two axes, accumulated in float32."""
+    b, k = left.shape[:2]
+    if b * k > _MAX_UNROLLED:
+        return jnp.matmul(left, right, preferred_element_type=jnp.float32)
+    left_pairs = left.reshape(b * k, *left.shape[2:])
+    right_pairs = right.reshape(b * k, *right.shape[2:])
+    products = [
+        jnp.matmul(left_pairs[i], right_pairs[i], preferred_element_type=jnp.float32)
+        for i in range(b * k)
+    ]
+    return jnp.stack(products).reshape(b, k, left.shape[2], right.shape[3])
+
+
 def attend(
     queries: Float[Array, "b t n h"],
     stretches: Sequence[Stretch],
@@ -55,7 +76,7 @@ def attend(
     scores = []
     for keys, _, mask in stretches:
         s = keys.shape[2]
-        part = jnp.einsum("bkqh,bksh->bkqs", q_bkgth, keys, preferred_element_type=jnp.float32)
+        part = _batched_matmul(q_bkgth, keys.transpose(0, 1, 3, 2))
         seen = mask[:, None, None, :, :]
         part = jnp.where(seen, part.reshape(b, k, g, t, s), MASKED_SCORE)
         scores.append(part)
@@ -74,12 +95,7 @@ def attend(
     out = None
     for w, (_, values, _) in zip(weights, stretches, strict=True):
         s = values.shape[2]
-        part = jnp.einsum(
-            "bkqs,bksh->bkqh",
-            w.reshape(b, k, g * t, s).astype(values.dtype),
-            values,
-            preferred_element_type=jnp.float32,
-        )
+        part = _batched_matmul(w.reshape(b, k, g * t, s).astype(values.dtype), values)
         out = part if out is None else out + part
     out = out.reshape(b, k, g, t, -1) / total
     hv = out.shape[-1]

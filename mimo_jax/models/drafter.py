@@ -27,6 +27,7 @@ from mimo_jax import cache as kv
 from mimo_jax.config import DrafterConfig
 from mimo_jax.layers import masks
 from mimo_jax.layers.attention import Stretch, attend
+from mimo_jax.layers.linear import linear
 from mimo_jax.layers.moe import swiglu
 from mimo_jax.layers.norm import rms_norm
 from mimo_jax.layers.rope import apply_rope, inverse_frequencies, rope_tables
@@ -71,6 +72,7 @@ class Drafter(nnx.Module):
 
     def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
         self.config = config
+        self.is_transposed = False  # see models/params.transpose_weights
         c, d = config.context_width, config.hidden_size
         self.w_fuse = weight(rngs, (c, d), ("context", "embed"), dtype=dtype)
         self.context_norm = weight(rngs, (d,), ("embed",), fill=1.0, dtype=dtype)
@@ -95,6 +97,9 @@ class Drafter(nnx.Module):
             dtype=self.dtype,
         )
 
+    def _linear(self, x, weight):
+        return linear(x, weight[...], is_transposed=self.is_transposed)
+
     def _rope(self, positions):
         a = self.config.attention
         return rope_tables(
@@ -106,7 +111,7 @@ class Drafter(nnx.Module):
         config, a = self.config, self.config.attention
         b, s, _ = x.shape
         k_width = a.qkv_widths[1]
-        keys, values = jnp.split(x @ layer.w_kv[...], [k_width], axis=-1)
+        keys, values = jnp.split(self._linear(x, layer.w_kv), [k_width], axis=-1)
         keys = keys.reshape(b, s, a.num_kv_heads, a.head_dim)
         values = values.reshape(b, s, a.num_kv_heads, a.v_head_dim)
         if config.use_qk_norm:
@@ -118,7 +123,7 @@ class Drafter(nnx.Module):
 
     def fuse_context(self, context_features: Float[Array, "b s c"]) -> Float[Array, "b s d"]:
         """Projects and norms the concatenated taps; shared by all layers."""
-        fused = context_features @ self.w_fuse[...]
+        fused = self._linear(context_features, self.w_fuse)
         return rms_norm(fused, self.context_norm[...], eps=self.config.norm_eps)
 
     def project_context(
@@ -265,7 +270,7 @@ class Drafter(nnx.Module):
             if is_causal not in block_masks:
                 block_masks[is_causal] = masks.draft_block_mask(active_len, m1, is_causal)
             normed = rms_norm(x, layer.attention_norm[...], eps=config.norm_eps)
-            queries = (normed @ layer.w_q[...]).reshape(b, m1, a.num_heads, a.head_dim)
+            queries = self._linear(normed, layer.w_q).reshape(b, m1, a.num_heads, a.head_dim)
             if config.use_qk_norm:
                 queries = rms_norm(queries, layer.q_norm[...], eps=config.norm_eps)
             queries = apply_rope(queries, *tables)
@@ -275,7 +280,8 @@ class Drafter(nnx.Module):
                 [context[layer_idx], Stretch(keys, values, block_masks[is_causal])],
                 sink=layer.sink[...] if a.has_sink else None,
             )
-            x = x + mixed.reshape(b, m1, a.out_width) @ layer.w_out[...]
+            x = x + self._linear(mixed.reshape(b, m1, a.out_width), layer.w_out)
             normed = rms_norm(x, layer.ffn_norm[...], eps=config.norm_eps)
-            x = x + swiglu(normed, layer.w_gate_up[...], layer.w_down[...])
+            matrices = (layer.w_gate_up[...], layer.w_down[...])
+            x = x + swiglu(normed, *matrices, is_transposed=self.is_transposed)
         return rms_norm(x, self.final_norm[...], eps=config.norm_eps)

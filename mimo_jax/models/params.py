@@ -64,3 +64,23 @@ def unflatten(params_like, flat: dict[str, jax.Array]):
             raise ValueError(f"{name} has shape {flat[name].shape}, expected {leaf.shape}")
         new.append((path, leaf.replace(flat[name])))
     return nnx.from_flat_state(new)
+
+
+def transpose_weights(graph, params):
+    """(graph, params) with every matrix stored [out, in]; for models larger than the cache.
+
+    The module's `is_transposed` tells its forward. Embeddings and expert stacks are stored that
+    way already and stay. Each matrix is copied once; the given params may be dropped.
+
+    Example: w_qkv [192, 448] -> [448, 192].
+    """
+    module = nnx.merge(graph, params)
+    if module.is_transposed:
+        return graph, params
+    module.is_transposed = True
+    for holder in (module, *module.layers):
+        for name, leaf in vars(holder).items():
+            is_matrix = isinstance(leaf, nnx.Param) and leaf[...].ndim == 2
+            if is_matrix and name not in ("embedding", "w_router"):
+                leaf[...] = leaf[...].T
+    return nnx.split(module)

@@ -24,6 +24,8 @@ class ScriptedDrafter(nnx.Module):
 
     def __init__(self, config: DrafterConfig, script, *, is_right: bool = True):
         self.config = config
+        self.layers = nnx.List([])
+        self.is_transposed = False
         self.is_right = is_right
         self.script = nnx.Param(jnp.asarray(script, jnp.int32))
 

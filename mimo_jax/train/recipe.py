@@ -213,6 +213,23 @@ def regenerate_stage(config: ExperimentConfig, run_dir: Path) -> None:
         write_rows(path, pack_documents(pairs, row_len, pad_id=PAD_ID, seed=config.seed))
 
 
+def balance_taps(drafter_params, features):
+    """Scales the rows of an untrained fusion matrix so that every tap weighs the same.
+
+    The residual stream grows with depth (about 4x from the first layer to the last here), and the
+    published drafter has no norm per tap, so an untouched matrix hears the deepest tap only.
+
+    Args:
+      drafter_params: Fresh parameters.
+      features: float [b, s, num_taps, d], context features of some training rows.
+    """
+    flat = flatten(drafter_params)
+    rms = jnp.sqrt(jnp.mean(features**2, axis=(0, 1, 3)))
+    d = features.shape[3]
+    flat["w_fuse"] = flat["w_fuse"] / jnp.repeat(rms, d)[:, None]
+    return unflatten(drafter_params, flat)
+
+
 def train_drafter_stage(config: ExperimentConfig, run_dir: Path):
     """Distils the drafter; returns {"drafter": params, "mask_embedding": [d]} and its graph."""
     train, model = config.drafter_train, config.drafter
@@ -220,6 +237,17 @@ def train_drafter_stage(config: ExperimentConfig, run_dir: Path):
     rows = read_rows(run_dir / "regenerate")
     heldout = read_rows(run_dir / "regenerate" / "heldout")
     graph, params = split(Drafter(model, rngs=nnx.Rngs(config.seed + 1)))
+    first = to_device(batch_for_step(rows, train.mix, 16, config.seed, 0))
+
+    @jax.jit
+    def tap_features(target_params, batch: Batch):
+        out = nnx.merge(target.graph, target_params)(
+            batch.token_ids, segment_ids=batch.segment_ids, tap_layer_ids=model.target_layer_ids
+        )
+        b, s, _ = out.context_features.shape
+        return out.context_features.reshape(b, s, len(model.target_layer_ids), -1)
+
+    params = balance_taps(params, tap_features(target.params, first))
     embedding = flatten(target.params)["embedding"]
     trained = {"drafter": params, "mask_embedding": embedding[model.mask_token_id]}
     optimizer = make_optimizer(trained, train)

@@ -23,7 +23,7 @@ ATOL = 1e-5
 
 def draw(t, seed=0):
     rng = np.random.default_rng(seed)
-    shapes = ((t, D), (D, E), (E,), (E, D, 2 * F), (E, F, D))
+    shapes = ((t, D), (D, E), (E,), (E, 2 * F, D), (E, F, D))
     x, w_router, bias, w_gate_up, w_down = (
         rng.standard_normal(shape).astype(np.float32) for shape in shapes
     )

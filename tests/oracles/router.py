@@ -41,5 +41,5 @@ def run_experts(x, ids, weights, w_gate_up, w_down, capacity=None):
         for expert, weight in zip(np.asarray(ids)[t], np.asarray(weights)[t], strict=True):
             served[expert] += 1
             if capacity is None or served[expert] <= capacity:
-                out[t] += float(weight) * swiglu(token, w_gate_up[expert], w_down[expert])
+                out[t] += float(weight) * swiglu(token, w_gate_up[expert].T, w_down[expert])
     return out

@@ -78,7 +78,7 @@ def test_repeats_are_dropped_before_the_split(monkeypatch):
     long = "x" * build.DEMO_MIN_ANSWER_CHARS
     pool = [Document("math", f"p{i % 9}", f"{long}{i % 30}") for i in range(3000)]
     monkeypatch.setattr(build, "_GENERATORS", {"math": lambda seed: iter(pool)})
-    made = build.build_corpus(0, {"math": 4000}, num_heldout=4, scenes=["math"])
+    made = build.build_corpus(0, {"math": 40_000}, num_heldout=4, scenes=["math"])
     assert len({d.prompt for d in made.heldout["math"]}) == 4
     assert not {d.prompt for d in made.heldout["math"]} & {d.prompt for d in made.train["math"]}
     assert len(made.train["math"]) == len(set(made.train["math"]))
@@ -144,6 +144,9 @@ def test_math_is_true():
         final = re.fullmatch(r".*\D(\d+)\.\n#### (\d+)<\|im_end\|>", document.answer, re.DOTALL)
         assert final, document.answer
         assert final[1] == final[2]
+        # The last equation gives the result, apart from the reason of a division and a check.
+        work = re.sub(r" because \d+ \* \d+ = \d+", "", document.answer).split("Check:")[0]
+        assert re.findall(r"= (\d+)", work)[-1] == final[2], document.answer
     assert num_equations > 5000
 
 

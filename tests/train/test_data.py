@@ -173,12 +173,15 @@ def test_resuming_needs_the_step_alone(rows_by_scene: dict[str, data.PackedRows]
 def test_epochs_differ_and_scenes_are_mixed_within_a_batch(
     rows_by_scene: dict[str, data.PackedRows],
 ) -> None:
-    epochs = [
-        data.batch_for_step(rows_by_scene, {"math": 1}, 23, 0, step).token_ids[:, 0].tolist()
-        for step in range(3)
+    # one row per batch, so that the order is that of the epoch's permutation alone
+    drawn = [
+        int(data.batch_for_step(rows_by_scene, {"math": 1}, 1, 0, step).token_ids[0, 0])
+        for step in range(3 * 23)
     ]
+    epochs = [drawn[:23], drawn[23:46], drawn[46:]]
     assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
+    assert epochs[0] != epochs[1]
+    assert epochs[1] != epochs[2]
     orders = {
         tuple(data.batch_for_step(rows_by_scene, MIX, BATCH_ROWS, 0, step).segment_ids[:, 0])
         for step in range(9)
