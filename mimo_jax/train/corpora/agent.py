@@ -28,8 +28,8 @@ def generate(seed: int) -> Iterator[Document]:
     """Yields an endless stream of documents; the same seed gives the same stream."""
     rng = scene_rng("agent", seed)
     while True:
-        listed = rng.sample(TOOLS, rng.randint(2, 4))
-        called = listed[: 2 if maybe(rng, 0.5) else 1]
+        listed = rng.sample(TOOLS, rng.choice((2, 2, 2, 3, 3, 4)))
+        called = listed[: 2 if maybe(rng, 0.35) else 1]
         filled = [_fill(rng, tool) for tool in called]
         shown = rng.sample(listed, len(listed))
         tools = chat_format.tools_text([(t.name, list(t.args), t.about) for t in shown])

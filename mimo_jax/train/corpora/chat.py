@@ -56,8 +56,8 @@ def generate(seed: int) -> Iterator[Document]:
     """Yields an endless stream of generated dialogues; the same seed gives the same stream."""
     rng = scene_rng("chat", seed)
     while True:
-        turns = pick(rng, _KINDS)(rng)
-        if maybe(rng, 0.25):
+        turns = _with_setting(rng, pick(rng, _KINDS)(rng))
+        if maybe(rng, 0.2):
             turns = [*_small_talk(rng), *turns]
         yield _document(turns)
 
@@ -189,7 +189,7 @@ def _fact(rng: random.Random) -> Turns:
             "I have to write a short text about {}.",
         ),
     ).format(subject)
-    sentences = rng.sample(topics.FACTS[subject], rng.randint(3, 4))
+    sentences = rng.sample(topics.FACTS[subject], 4)
     if maybe(rng, 0.4):
         sentences[1] = pick(rng, ("Also, ", "Besides, ", "By the way, ", "And ")) + _lower(
             sentences[1]
@@ -214,7 +214,7 @@ def _two_facts(rng: random.Random) -> Turns:
         ),
     )
     x, y = rng.sample(topics.FACTS[a], 2), rng.sample(topics.FACTS[b], 2)
-    sentences = [f"First {a}.", *x[: rng.randint(1, 2)], f"Now {b}.", *y[: rng.randint(1, 2)]]
+    sentences = [f"First {a}.", *x, f"Now {b}.", *y[: rng.randint(1, 2)]]
     return [ask, _reply(rng, sentences)]
 
 
@@ -230,7 +230,7 @@ def _advice(rng: random.Random) -> Turns:
             "{} and I need some advice.",
         ),
     ).format(_upper(trouble))
-    tips = rng.sample(topics.ADVICE[trouble], rng.randint(3, 4))
+    tips = rng.sample(topics.ADVICE[trouble], rng.randint(4, 5))
     shape = rng.randrange(3)
     if shape == 0:
         starts = ("You could", "Try to", "It helps to", "I would", "Maybe you can")
@@ -337,9 +337,9 @@ def _plan(rng: random.Random) -> Turns:
         pick(
             rng,
             (
-                f"{_upper(activity)} with {friend} sounds great.",
+                f"{_upper(activity)} with {said} sounds great.",
                 f"{_upper(activity)} {day} is a fine idea.",
-                f"I am sure {friend} will enjoy {activity}.",
+                f"I am sure {said} will enjoy {activity}.",
             ),
         ),
         f"{_upper(topics.ACTIVITIES[activity])}.",
@@ -360,6 +360,7 @@ def _feeling(rng: random.Random) -> Turns:
     feeling = pick(rng, tuple(topics.FEELINGS))
     reason = pick(rng, topics.REASONS[feeling])
     activity = pick(rng, tuple(topics.ACTIVITIES))
+    friend = _to_listener(_friend(rng))
     ask = pick(
         rng,
         (
@@ -369,8 +370,7 @@ def _feeling(rng: random.Random) -> Turns:
             f"Today I am {feeling}. {_upper(reason)}.",
         ),
     )
-    said = reason.replace("my ", "your ").replace("I am", "you are").replace("we ", "you ")
-    said = said.replace("I ", "you ").replace("our ", "your ")
+    said = _to_listener(reason)
     sentences = [
         f"{topics.FEELINGS[feeling]}.",
         pick(
@@ -381,8 +381,17 @@ def _feeling(rng: random.Random) -> Turns:
             (
                 f"How about {activity} to change your mood?",
                 f"Maybe {activity} would be good now.",
-                f"Talk to {_friend(rng)} about it.",
-                f"You could go to {pick(rng, topics.PLACES)} with {_friend(rng)}.",
+                f"Talk to {friend} about it.",
+                f"You could go to {pick(rng, topics.PLACES)} with {friend}.",
+            ),
+        ),
+        pick(
+            rng,
+            (
+                f"It is good that you tell me when you are {feeling}.",
+                "Many people know this from their own life.",
+                "I like that you say it so openly.",
+                f"Being {feeling} is part of life.",
             ),
         ),
         pick(

@@ -15,6 +15,8 @@ def write_class(rng: random.Random) -> tuple[str, str]:
     """Returns (class line and docstring, body) of one class that keeps items or amounts."""
     keeps_list = maybe(rng, 0.5)
     plural, singular = pick(rng, words.NUMBERS if keeps_list or maybe(rng, 0.5) else words.STRINGS)
+    if singular == "name":  # the methods of a mapping already call their key so
+        plural, singular = "aliases", "alias"
     kind = pick(rng, _KINDS)
     limit = rng.randint(3, 99)
     methods = _list_methods if keeps_list else _dict_methods
