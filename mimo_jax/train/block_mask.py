@@ -1,4 +1,4 @@
-"""Masked draft blocks for drafter training: anchors, labels, and which context each slot may see.
+"""Masked draft blocks for drafter training: anchors, labels, and where their context lies.
 
 A block is (anchor token, mask, mask, ...) placed at absolute positions a, a+1, ...; slot k predicts
 the token at its own position a + k. At decode time the anchor has not been through the target, so
@@ -14,8 +14,9 @@ itself, so later slots see less context: a=5, window=3, 3 slots -> {3,4}, {4}, {
 
 Choices: anchors are sampled per row without replacement, in ascending order, padded to a static
 count with `keep` False and position 0. A padded anchor sees no context, but its own block, so its
-softmax is finite. With a short window the context is gathered (window - 1 features per anchor)
-instead of masked densely; both forms use the same elementwise rule.
+softmax is finite. The context is gathered, window - 1 features per anchor, so that a block costs
+the same in a row of any length; the mask over it is `layers/masks.draft_context_mask`, the one that
+decoding uses.
 
 Source: DFlash, arXiv:2602.06036, section on training; anchor validity as in sgl-project/SpecForge.
 """
@@ -104,72 +105,6 @@ def draft_block_labels(
     return jnp.where(is_valid, read(token_ids), 0), is_valid
 
 
-def is_context_visible(
-    query_pos: jax.Array, key_pos: jax.Array, anchor_pos: jax.Array, *, window: int | None
-) -> jax.Array:
-    """The position part of the visibility rule, elementwise over broadcastable int32 arrays.
-
-    Does not look at documents or padding.
-
-    Args:
-      query_pos: Absolute position of the draft slot.
-      key_pos: Absolute position of the context feature; negative means none.
-      anchor_pos: Absolute position of the slot's anchor.
-      window: Keys a query sees including itself; None for all.
-
-    Returns:
-      bool, broadcast.
-
-    Example: anchor 5, window 3: query 5 sees 3 and 4; query 6 sees 4; query 7 sees none.
-    """
-    is_visible = (key_pos >= 0) & (key_pos < anchor_pos)
-    distance = query_pos - key_pos
-    # without a window the anchor decides alone, but the result still has a row per query
-    return is_visible & (distance > 0 if window is None else distance < window)
-
-
-def _slot_pos(anchor_pos: jax.Array, draft_block_len: int) -> jax.Array:
-    slots = jnp.arange(draft_block_len, dtype=jnp.int32)
-    return anchor_pos[:, :, None, None] + slots[None, None, :, None]
-
-
-def draft_context_mask(
-    anchor_pos: Int[Array, "b a"],
-    keep: Bool[Array, "b a"],
-    segment_ids: Int[Array, "b s"],
-    *,
-    draft_block_len: int,
-    window: int | None = None,
-) -> Bool[Array, "b a m1 s"]:
-    """Dense mask of the context features that every slot of every block sees.
-
-    Leaves out the block's own keys: they are all visible to each other.
-
-    Args:
-      anchor_pos: From `choose_anchors`.
-      keep: From `choose_anchors`; a dropped block sees nothing.
-      segment_ids: 0 is padding, 1.. number the documents.
-      draft_block_len: m1, anchor included.
-      window: Keys a query sees including itself; None for all.
-
-    Returns:
-      True where the slot sees the feature of that position.
-
-    Example: s=8, one document, anchor 5, m1=3, window 3
-      -> rows 00011000, 00001000, 00000000.
-    """
-    key_pos = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None, None, None, :]
-    is_near = is_context_visible(
-        _slot_pos(anchor_pos, draft_block_len),
-        key_pos,
-        anchor_pos[:, :, None, None],
-        window=window,
-    )
-    anchor_segment = jnp.take_along_axis(segment_ids, anchor_pos, axis=1)
-    is_same = segment_ids[:, None, None, :] == anchor_segment[:, :, None, None]
-    return is_near & is_same & keep[:, :, None, None]
-
-
 def gather_context_index(
     anchor_pos: Int[Array, "b a"],
     *,
@@ -206,36 +141,3 @@ def gather_context_index(
         anchor_segment = jnp.take_along_axis(segment_ids, anchor_pos, axis=1)
         is_valid &= flat.reshape(b, num_anchors, -1) == anchor_segment[:, :, None]
     return index, is_valid
-
-
-def gathered_context_mask(
-    anchor_pos: Int[Array, "b a"],
-    keep: Bool[Array, "b a"],
-    index: Int[Array, "b a c"],
-    is_valid: Bool[Array, "b a c"],
-    *,
-    draft_block_len: int,
-    window: int,
-) -> Bool[Array, "b a m1 c"]:
-    """The rule of `draft_context_mask` for features gathered by `gather_context_index`.
-
-    Args:
-      anchor_pos: From `choose_anchors`.
-      keep: From `choose_anchors`; a dropped block sees nothing.
-      index: Positions of the gathered features.
-      is_valid: Which of them exist and are in the anchor's document.
-      draft_block_len: m1, anchor included.
-      window: The same window as in the gather.
-
-    Returns:
-      True where the slot sees that gathered feature.
-
-    Example: anchor 5, window 3, m1=3, index (3, 4) -> rows 11, 01, 00.
-    """
-    is_near = is_context_visible(
-        _slot_pos(anchor_pos, draft_block_len),
-        index[:, :, None, :],
-        anchor_pos[:, :, None, None],
-        window=window,
-    )
-    return is_near & is_valid[:, :, None, :] & keep[:, :, None, None]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mimo_jax.layers import masks
 from mimo_jax.train import block_mask
 from tests.oracles import block_mask as oracle
 
@@ -28,6 +29,26 @@ def packed() -> dict[str, np.ndarray]:
         "segment_ids": segment_ids,
         "loss_mask": loss_mask,
     }
+
+
+def gathered_mask(anchor_pos, keep, index, is_valid, *, draft_block_len, window):
+    """layers/masks.py's rule over gathered keys, as the trainer applies it: [b, a, m1, c]."""
+    b, a, c = index.shape
+    key_pos = jnp.where(is_valid, index, -1).reshape(b * a, c)
+    mask = masks.draft_context_mask(anchor_pos.reshape(-1), draft_block_len, key_pos, window)
+    return mask.reshape(b, a, draft_block_len, c) & keep[:, :, None, None]
+
+
+def dense_mask(anchor_pos, keep, segment_ids, *, draft_block_len, window=None):
+    """The same rule over every position of the row: [b, a, m1, s]."""
+    b, a = anchor_pos.shape
+    s = segment_ids.shape[1]
+    anchor_segment = jnp.take_along_axis(segment_ids, anchor_pos, axis=1)
+    is_same = segment_ids[:, None, :] == anchor_segment[:, :, None]
+    index = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32)[None, None], (b, a, s))
+    return gathered_mask(
+        anchor_pos, keep, index, is_same, draft_block_len=draft_block_len, window=window
+    )
 
 
 def choose(
@@ -117,7 +138,7 @@ def test_labels_worked_example() -> None:
 @pytest.mark.parametrize("window", [None, 1, 2, 6, 64])
 def test_context_mask_matches_the_oracle(packed: dict[str, np.ndarray], window: int | None) -> None:
     pos, keep = choose(packed, 24)
-    actual = block_mask.draft_context_mask(
+    actual = dense_mask(
         jnp.asarray(pos),
         jnp.asarray(keep),
         jnp.asarray(packed["segment_ids"]),
@@ -136,7 +157,7 @@ def test_gathered_mask_equals_the_dense_one(packed: dict[str, np.ndarray], windo
         jnp.asarray(pos), window=window, segment_ids=segments
     )
     assert index.shape == (B, 24, window - 1)
-    gathered = block_mask.gathered_context_mask(
+    gathered = gathered_mask(
         jnp.asarray(pos), jnp.asarray(keep), index, is_valid, draft_block_len=M1, window=window
     )
     scattered = np.zeros((B, 24, M1, S), int)
@@ -148,7 +169,7 @@ def test_gathered_mask_equals_the_dense_one(packed: dict[str, np.ndarray], windo
 
 def test_published_example_of_the_window() -> None:
     # anchor 5, window 3, block of 3: slots see {3, 4}, {4}, {}
-    mask = block_mask.draft_context_mask(
+    mask = dense_mask(
         jnp.array([[5]], jnp.int32),
         jnp.array([[True]]),
         jnp.ones((1, 8), jnp.int32),
@@ -175,7 +196,7 @@ def test_published_example_of_the_window() -> None:
 )
 def test_golden_masks(window: int | None, expected: dict[int, list[list[int]]]) -> None:
     # twelve positions, anchors 2, 5 and 9, blocks of four
-    mask = block_mask.draft_context_mask(
+    mask = dense_mask(
         jnp.array([[2, 5, 9]], jnp.int32),
         jnp.ones((1, 3), bool),
         jnp.ones((1, 12), jnp.int32),
@@ -198,7 +219,7 @@ def test_features_from_the_anchor_on_do_not_leak(packed: dict[str, np.ndarray]) 
     """Moving a feature at or past the anchor must not move anything a slot computes."""
     pos, keep = choose(packed, N)
     segments = jnp.asarray(packed["segment_ids"])
-    mask = block_mask.draft_context_mask(
+    mask = dense_mask(
         jnp.asarray(pos), jnp.asarray(keep), segments, draft_block_len=M1, window=6
     )
 

@@ -1,0 +1,317 @@
+"""Batch jobs on the golden checkpoint, in this process. Run: pytest tests/serving/test_batch.py"""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mimo_jax import LLM, ConfigError
+from mimo_jax.serving.batch import run_batch
+from mimo_jax.serving.jsonl import JobError, OutputWriter, read_finished, read_lines
+from mimo_jax.serving.options import BatchOptions
+from tests.golden.files import arrays
+from tests.serving.checkpoints import make_text_checkpoint
+
+GOLDEN = arrays("mimo_tiny_dflash")
+PROMPTS = [GOLDEN[f"spec{b}_output_ids"][:16].tolist() for b in (0, 1)]
+ANSWERS = [GOLDEN[f"spec{b}_output_ids"][16:].tolist() for b in (0, 1)]
+PROGRAM = {"batch_size": 2, "quiet": True}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    return LLM.load(make_text_checkpoint(tmp_path_factory.mktemp("batch") / "model"))
+
+
+@pytest.fixture
+def job(llm, tmp_path):
+    """Runs a job in tmp_path; returns (exit code, output records)."""
+
+    def run(lines, **options):
+        file = tmp_path / "in.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        options = PROGRAM | {"output": tmp_path / "out.jsonl"} | options
+        code = run_batch(BatchOptions(llm.directory, file, **options), llm)
+        return code, read_records(options["output"])
+
+    return run
+
+
+def read_records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# The first answer is the longest, so the others are ready before they may be written.
+MIXED = [
+    {"id": "a", "prompt_token_ids": PROMPTS[0], "max_tokens": 48, "scene": "math"},
+    {"id": "b", "prompt_token_ids": PROMPTS[1], "max_tokens": 3, "scene": "chat"},
+    {"id": "c", "prompt_token_ids": PROMPTS[1], "max_tokens": 1, "scene": "chat"},
+    {"id": "d", "prompt_token_ids": [300]},
+    {"id": "e", "prompt": "Füße\n", "max_tokens": 7},
+    {"custom_id": "f", "body": {"messages": [{"role": "user", "content": "q"}], "max_tokens": 4}},
+    {"id": "g", "prompt_token_ids": PROMPTS[1], "max_tokens": 48, "scene": "math"},
+]
+
+
+def test_answers_statistics_and_errors(job, llm, tmp_path, capfd):
+    metrics_file = tmp_path / "deep" / "metrics.json"
+    code, records = job(MIXED, detailed=True, quiet=False, metrics_json=metrics_file)
+    assert code == 1
+    assert [record["id"] for record in records] == list("abcdefg")
+    for i, b, num in ((0, 0, 48), (1, 1, 3), (2, 1, 1), (6, 1, 48)):
+        record = records[i]
+        assert record["prompt_token_ids"] == PROMPTS[b]
+        assert record["token_ids"] == ANSWERS[b][:num]
+        assert record["finish_reason"] == "length"
+        assert record["text"] == llm.tokenizer.decode(record["token_ids"])
+        assert record["usage"] == {
+            "prompt_tokens": 16,
+            "completion_tokens": num,
+            "total_tokens": 16 + num,
+        }
+        assert sum(record["num_committed_per_step"]) == num - 1
+        assert record["scene"] == MIXED[i]["scene"]
+    for b, record in enumerate((records[0], records[6])):
+        steps = GOLDEN[f"spec{b}_produced_per_step"].tolist()
+        assert record["num_committed_per_step"][:-1] == steps[:-1]
+        assert record["accept_stats"]["num_steps"] == len(steps)
+        assert record["accept_stats"]["tau"] == pytest.approx(47 / len(steps), abs=1e-4)
+    assert records[2]["accept_stats"]["tau"] is None
+    assert set(records[3]) == {"id", "error"}
+    assert "prompt token id 300 is not in the vocabulary" in records[3]["error"]
+    assert records[4]["prompt_token_ids"] == llm.tokenizer.encode("Füße\n")
+    assert records[5]["prompt_token_ids"] == llm.tokenizer.encode("user:q\n>")
+
+    metrics = json.loads(metrics_file.read_text())
+    assert (metrics["num_requests"], metrics["num_errors"], metrics["num_skipped"]) == (7, 1, 0)
+    assert metrics["output_tokens"] == 48 + 3 + 1 + 7 + 4 + 48
+    answers = [record["accept_stats"] for record in records if "error" not in record]
+    for name in ("num_steps", "num_committed"):
+        assert metrics[name] == sum(stats[name] for stats in answers)
+    histogram = metrics["accept_length_histogram"]
+    assert len(histogram) == 8
+    assert sum(histogram) == metrics["num_steps"]
+    committed = sum(i * count for i, count in enumerate(histogram, start=1))
+    assert metrics["tau"] == pytest.approx(committed / sum(histogram), abs=1e-4)
+    assert len(metrics["per_position_acceptance"]) == 7
+    assert metrics["output_tokens_per_s"] > 0
+    assert metrics["ttft_s"] > 0
+    assert metrics["tpot_s"] > 0
+    assert metrics["compile_s"] > 0
+    assert metrics["wall_s"] >= metrics["compile_s"]
+    assert set(metrics["scenes"]) == {"chat", "math"}
+    assert metrics["scenes"]["math"]["output_tokens"] == 96
+    assert metrics["run"]["draft"] == "chain"
+
+    out, err = capfd.readouterr()
+    assert out == ""
+    for word in ("7/7", "TTFT", "TPOT", "tokens/s", "τ", "math", "accepted", "compiled for"):
+        assert word in err
+    assert "1 of 7 lines have an error" in err
+
+
+def test_a_stopped_job_ends_in_the_same_bytes(job, tmp_path):
+    lines = [*MIXED, {"id": "a", "prompt": "again"}, {"id": "d", "prompt": "again"}]
+    code, records = job(lines)
+    assert code == 1
+    assert records[7]["error"] == "line 8: id 'a' is already that of line 1"
+    output = tmp_path / "out.jsonl"
+    whole = output.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    assert len(ends) == len(lines)
+    for size in (0, 5, ends[2], ends[2] + 3, ends[3] - 1, ends[7], len(whole)):
+        output.write_bytes(whole[:size])
+        assert job(lines)[0] == 1
+        assert output.read_bytes() == whole
+    output.write_bytes(whole[: ends[1]] + b"\0" * 100)
+    job(lines)
+    assert output.read_bytes() == whole
+
+
+def test_a_continued_job_counts_what_it_did(job, tmp_path):
+    lines = MIXED[:3]
+    job(lines)
+    metrics_file = tmp_path / "metrics.json"
+    assert job(lines, metrics_json=metrics_file)[0] == 0
+    metrics = json.loads(metrics_file.read_text())
+    assert (metrics["num_requests"], metrics["num_skipped"]) == (0, 3)
+    assert (metrics["tau"], metrics["ttft_s"], metrics["output_tokens_per_s"]) == (None, None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"my notes\n", "line 1 was not written by a batch job"),
+        (b'{"id": "a", "token_ids": []}\n{"prompt": "b"}\n', "line 2 was not written"),
+        (b"my notes", "its last line was not written"),
+    ],
+)
+def test_a_file_that_is_not_ours_is_left_alone(job, tmp_path, content, message):
+    (tmp_path / "out.jsonl").write_bytes(content)
+    with pytest.raises(JobError, match=message):
+        job(MIXED)
+    assert (tmp_path / "out.jsonl").read_bytes() == content
+
+
+def test_mixed_sampling_in_one_batch(job, tmp_path):
+    prompt = {"prompt_token_ids": PROMPTS[0], "max_tokens": 12}
+    sampled = prompt | {"temperature": 1.5, "top_p": 0.95}
+    lines = [
+        prompt | {"id": "greedy"},
+        sampled | {"id": "one", "seed": 1},
+        sampled | {"id": "two", "seed": 2},
+        sampled | {"id": "one more", "seed": 1},
+    ]
+    _, records = job(lines)
+    greedy, one, two, again = (record["token_ids"] for record in records)
+    assert greedy == ANSWERS[0][:12]
+    assert one == again
+    assert one != two
+    # The flag gives the seed of lines that have none.
+    no_seed = [sampled | {"id": "one"}, sampled | {"id": "two", "seed": 2}]
+    _, records = job(no_seed, seed=1, output=tmp_path / "other.jsonl")
+    assert [record["token_ids"] for record in records] == [one, two]
+
+
+def test_stop_strings_of_flag_and_line(job, tmp_path):
+    lines = [{"id": str(b), "prompt_token_ids": PROMPTS[b], "max_tokens": 48} for b in (0, 1)]
+    _, plain = job(lines)
+    stops = [record["text"][12:14] for record in plain]
+    lines[1]["stop"] = [stops[1], "zzzz"]
+    _, records = job(lines, stop=(stops[0],), detailed=True, output=tmp_path / "stopped.jsonl")
+    for record, whole, stop in zip(records, plain, stops, strict=True):
+        assert record["text"] == whole["text"][: whole["text"].find(stop)]
+        assert record["finish_reason"] == "stop"
+        num = len(record["token_ids"])
+        assert record["token_ids"] == whole["token_ids"][:num]
+        assert record["usage"]["completion_tokens"] == num
+        assert sum(record["num_committed_per_step"]) == num - 1
+
+
+def test_lines_that_only_the_model_can_refuse(job, llm):
+    code, records = job(
+        [
+            {"prompt_token_ids": [7] * 512},
+            {"prompt": "x" * 600},
+            {"messages": []},
+            {"messages": [{"role": "robot", "content": ""}]},
+            {"prompt": "a", "stop_token_ids": [256]},
+        ]
+    )
+    assert code == 1
+    messages = [
+        "prompt of 512 tokens is too long for the model's context of 512; allowed: 1..511",
+        "prompt of 600 tokens is too long",
+        "messages is empty",
+        "'robot': allowed are system",
+        "stop token id 256 is not in the vocabulary; allowed: 0..255",
+    ]
+    for number, (record, message) in enumerate(zip(records, messages, strict=True), start=1):
+        assert record["id"] == str(number)
+        assert record["error"].startswith(f"line {number}: ")
+        assert message in record["error"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens 0 is out of range; allowed: >= 1"),
+        ({"batch_size": 0}, "batch_size 0 is out of range"),
+        ({"scene": "maths"}, "scene 'maths' is unknown; allowed: code-stdlib"),
+        ({"draft": "off", "draft_block_len": 4}, "no meaning with draft off"),
+        ({"draft_block_len": 9}, r"draft_block_len 9 is out of range; allowed: 2\.\.8"),
+    ],
+)
+def test_wrong_flags_leave_no_output(job, tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        job(MIXED[:1], **options)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_job_without_tokenizer_and_drafter(job, llm, tmp_path):
+    bare = LLM(llm.target)
+    file = tmp_path / "lines.jsonl"
+    file.write_text('{"prompt": "a"}\n\n{"prompt_token_ids": [1], "stop": "x"}\n')
+    options = BatchOptions(tmp_path, file, tmp_path / "out.jsonl", quiet=True)
+    assert run_batch(options, bare) == 1
+    first, second = read_records(options.output)
+    assert "line 1: text prompts need a tokenizer" in first["error"]
+    assert (second["id"], second["error"][:37]) == ("3", "line 3: stop strings need a tokenizer")
+    with pytest.raises(ConfigError, match="draft chain needs a drafter, and .*dflash holds none"):
+        run_batch(BatchOptions(tmp_path, file, options.output, draft="chain"), bare)
+    with pytest.raises(ConfigError, match="stop strings need a tokenizer"):
+        run_batch(BatchOptions(tmp_path, file, options.output, stop=("x",)), bare)
+
+
+def test_paths_that_cannot_work(job, llm, tmp_path):
+    with pytest.raises(JobError, match="is the input; name another file"):
+        job(MIXED, output=tmp_path / "in.jsonl")
+    with pytest.raises(JobError, match="is a directory"):
+        job(MIXED, output=tmp_path)
+    with pytest.raises(JobError, match=r"input .*none\.jsonl: cannot be read: No such file"):
+        run_batch(BatchOptions(llm.directory, tmp_path / "none.jsonl", tmp_path / "out"), llm)
+
+
+def test_lines_of_a_file(tmp_path):
+    file = tmp_path / "lines"
+    file.write_bytes(b"\xef\xbb\xbf{}\r\n\n \n" + "{\u2028}".encode() + b"\nlast")
+    lines = [(1, b"{}\r"), (4, "{\u2028}".encode()), (5, b"last")]
+    assert read_lines(file) == lines
+
+
+class FullDisk:
+    """A file on a disk that has room for some bytes more."""
+
+    def __init__(self, room: int):
+        self.data, self.room, self.is_closed = b"", room, False
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = bytes(data[: self.room])
+        self.data, self.room = self.data + taken, self.room - len(taken)
+        return len(taken)
+
+    def truncate(self, size):
+        self.data = self.data[:size]
+        return size
+
+    def seek(self, offset):
+        return offset
+
+    def fileno(self):
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_a_full_disk_leaves_whole_lines():
+    record = {"id": "a", "token_ids": [1, 2, 3]}
+    size = len(json.dumps(record)) + 1
+    for room in (0, 5, size, size + 7, 2 * size + 1):
+        file = FullDisk(room)
+        writer = OutputWriter(file, "out.jsonl")
+        with pytest.raises(JobError, match=r"out\.jsonl: cannot be written: No space left"), writer:
+            for _ in range(3):
+                writer.write(record)
+        assert file.data == (json.dumps(record) + "\n").encode() * (room // size)
+        assert file.is_closed
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_device(job):
+    with pytest.raises(JobError, match="/dev/full: cannot be written: No space left on device"):
+        job([{"prompt": ""}], output=Path("/dev/full"))
+
+
+def test_opening_cuts_a_torn_line(tmp_path):
+    path = tmp_path / "out"
+    path.write_bytes(b'{"id": "a", "error": "x"}\n{"id": "b", "tok')
+    finished = read_finished(path)
+    assert (dict(finished.ids), finished.error_ids) == ({"a": 1}, {"a"})
+    with OutputWriter.open(path, finished) as writer:
+        writer.write({"id": "b", "token_ids": []})
+    assert [record["id"] for record in read_records(path)] == ["a", "b"]
