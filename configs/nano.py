@@ -20,7 +20,9 @@ def get_config() -> ExperimentConfig:
         corpus=CorpusConfig(),
         target=nano_target(),
         target_train=TargetTrainConfig(num_steps=2400, mix=TARGET_MIX),
-        regenerate=RegenerateConfig(),
+        regenerate=RegenerateConfig(num_tokens=600_000),
         drafter=nano_drafter(),
-        drafter_train=DrafterTrainConfig(mix=DRAFTER_MIX),
+        drafter_train=DrafterTrainConfig(
+            num_steps=7000, mix=DRAFTER_MIX, eval_every=1750, save_every=700
+        ),
     )

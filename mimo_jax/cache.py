@@ -57,6 +57,7 @@ class KVCache:
     def key_positions(self, layer_idx: int) -> Int[Array, "b s"]:
         """Absolute position of each slot of a layer; -1 where a ring slot holds nothing."""
         if self.windows[layer_idx] is not None:
+            assert self.ring_positions is not None, "ring layers have a position table"
             return self.ring_positions
         s = self.layers[layer_idx].keys.shape[2]
         index = jnp.arange(s, dtype=jnp.int32)[None, :]
@@ -154,6 +155,7 @@ def write_block(
 
 def _chunk_slot_positions(cache: KVCache, end: Int[Array, "b"]) -> Int[Array, "b s"]:
     """Newest position below `end` that belongs into each ring slot; -1 in the slack slots."""
+    assert cache.ring_positions is not None, "ring layers have a position table"
     length = cache.ring_positions.shape[1] - cache.slack
     slots = jnp.arange(length, dtype=jnp.int32)[None, :]
     newest = end[:, None] - 1 - (end[:, None] - 1 - slots) % length

@@ -288,15 +288,14 @@ def draw_accept_lengths(
     lengths = list(range(1, draft_block_len + 1))
     for axis, (scene, pairs) in zip(axes, scenes.items(), strict=True):
         stats = scene_stats(pairs)
-        shares = [count / stats.num_steps for count in stats.histogram]
+        tau = stats.tau or 0.0
+        shares = [count / max(stats.num_steps, 1) for count in stats.histogram]
         colors = ["#2a7f9e" if n > threshold else "#a9cbd7" for n in lengths]
         axis.bar(lengths, shares, width=0.86, color=colors, zorder=2)
         axis.axvline(threshold, color="#888888", linewidth=1, linestyle=":", zorder=3)
-        axis.axvline(stats.tau, color="#c8553d", linewidth=1.8, zorder=4)
+        axis.axvline(tau, color="#c8553d", linewidth=1.8, zorder=4)
         axis.set_title(f"{scene}\n", loc="left", fontsize=11, fontweight="bold")
-        axis.text(
-            0, 1.03, f"τ = {stats.tau:.2f}", transform=axis.transAxes, color="#c8553d", fontsize=11
-        )
+        axis.text(0, 1.03, f"τ = {tau:.2f}", transform=axis.transAxes, color="#c8553d", fontsize=11)
         axis.set_xlim(0.3, draft_block_len + 0.7)
         axis.set_xticks(lengths)
         axis.grid(axis="y", color="#e5e5e5", zorder=0)
@@ -437,23 +436,33 @@ def run(arguments: Arguments, console: Console) -> int:
     return 0
 
 
-def _explain(console, scenes, rows: dict[str, SceneFigures], threshold: float, block_len: int):
+def _explain(
+    console: Console,
+    scenes: dict[str, list[Pair]],
+    rows: dict[str, SceneFigures],
+    threshold: float,
+    draft_block_len: int,
+) -> None:
     num_pairs = sum(len(pairs) for pairs in scenes.values())
     num_tokens = sum(len(p.dflash.token_ids) for pairs in scenes.values() for p in pairs)
     best, worst = (pick(rows, key=lambda s: rows[s].tau) for pick in (max, min))
-    console.print("\n[bold]What to look at[/]")
-    for line in (
+    notes = Table.grid(padding=(0, 1))
+    for note in (
         f"All {num_pairs} pairs of answers ({num_tokens:,} tokens each way) are identical: "
         "drafting changes the speed and never the text.",
-        f"τ is the tokens that one step commits, from 1 to {block_len}. It follows how "
-        f"predictable the text is: {rows[best].tau:.2f} in {best}, {rows[worst].tau:.2f} in "
+        f"τ is the tokens that one step commits, from 1 to {draft_block_len}. It follows how "
+        f"predictable a text is: {rows[best].tau:.2f} in {best} and {rows[worst].tau:.2f} in "
         f"{worst}.",
         f"A DFlash step costs {threshold:.2f} plain steps on this machine, so drafting pays where "
-        f"τ is above {threshold:.2f}, the break-even.",
+        f"τ is above {threshold:.2f}, the break-even. (The ratio counts prefill too, which "
+        "drafting does not shorten.)",
         "That cost falls as models grow: this small one sits in the processor's cache, while a "
-        f"model read from memory at every step checks {block_len} tokens for little more than one.",
+        f"model read from memory at every step checks {draft_block_len} tokens for little more "
+        "than one.",
     ):
-        console.print(f"  • {line}", highlight=False)
+        notes.add_row("  •", note)
+    console.print("\n[bold]What to look at[/]")
+    console.print(notes)
 
 
 def _show_example(console: Console, pair: Pair, tokenizer: Tokenizer) -> None:

@@ -18,10 +18,10 @@ from mimo_jax import cache as kv
 B, K, H, HV, WINDOW, SLACK, MAX_LEN, CHUNK = 2, 4, 7, 6, 5, 3, 50, 13
 
 
-def empty():
-    return kv.make_cache(
-        B, MAX_LEN, [(K, H, HV)] * 3, (None, WINDOW, WINDOW), slack=SLACK, dtype=jnp.float32
-    )
+def empty(window=WINDOW):
+    geometry = [(K, H, HV)] * 3
+    windows = (None, window, window)
+    return kv.make_cache(B, MAX_LEN, geometry, windows, slack=SLACK, dtype=jnp.float32)
 
 
 def block(tags: np.ndarray):
@@ -45,18 +45,18 @@ def write_prompt(cache, keys, values, start, num_valid):
     return kv.finish_chunk(cache, start, num_valid)
 
 
-def check(cache, truth: list[dict[int, float]], end: np.ndarray, t: int):
+def check(cache, truth: list[dict[int, float]], end: np.ndarray, t: int, window=WINDOW):
     """What the last t queries of each row see is what the dictionary holds, each key once."""
     cache = jax.tree.map(np.asarray, cache)
     for layer_idx, held in enumerate(cache.layers):
         positions = np.asarray(cache.key_positions(layer_idx))
-        window = WINDOW if layer_idx else MAX_LEN
+        reach = window if layer_idx else MAX_LEN
         for row in range(B):
             for query in range(max(end[row] - t, 0), end[row]):
                 seen = (positions[row] >= 0) & (positions[row] <= query)
-                seen &= query - positions[row] < window
+                seen &= query - positions[row] < reach
                 slots = np.flatnonzero(seen)
-                expected = list(range(max(query - window + 1, 0), query + 1))
+                expected = list(range(max(query - reach + 1, 0), query + 1))
                 assert sorted(positions[row, slots].tolist()) == expected
                 tags = np.array([[truth[row][pos] for pos in positions[row, slots].tolist()]])
                 keys, values = block(tags)
@@ -96,9 +96,10 @@ def test_any_sequence_of_blocks_and_rollbacks(prompt, second, steps):
         start = start + np.minimum(np.array(kept, np.int32), t)
 
 
-def test_every_start_slot_around_the_ring():
+@pytest.mark.parametrize("window", [WINDOW, 7])  # rings of 8 slots, none to spare, and of 16
+def test_every_start_slot_around_the_ring(window):
     """Blocks of the full slack, one accepted at a time: each slot is once the start."""
-    cache, start = empty(), np.array([0, 4], np.int32)
+    cache, start = empty(window), np.array([0, 4], np.int32)
     truth: list[dict[int, float]] = [{}, {i: float(i) for i in range(4)}]
     keys, values = block(np.broadcast_to(np.arange(CHUNK, dtype=np.float64), (B, CHUNK)))
     cache = write_prompt(cache, keys, values, np.zeros(B, np.int32), start)
@@ -107,7 +108,7 @@ def test_every_start_slot_around_the_ring():
         for row in range(B):
             truth[row] |= {int(start[row]) + i: tags[row, i] for i in range(SLACK)}
         cache = write(cache, *block(tags), start)
-        check(cache, truth, start + SLACK, SLACK)
+        check(cache, truth, start + SLACK, SLACK, window)
         start = start + 1
 
 

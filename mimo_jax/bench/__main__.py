@@ -38,7 +38,7 @@ class Decode:
 
 def main() -> int:
     arguments = tyro.extras.subcommand_cli_from_dict(
-        {"decode": Decode}, description=__doc__.splitlines()[0]
+        {"decode": Decode}, description="Measures decoding: tables on the terminal, JSON beside."
     )
     return run_decode(arguments)
 

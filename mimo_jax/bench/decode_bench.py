@@ -92,10 +92,10 @@ def accept_lengths(
     for scene, scene_requests in requests.items():
         completions = generate_all(engine, scene_requests)
         straight = [c for c in completions if not is_looping(c.token_ids)]
-        stats = accept_stats(completions)
+        stats = AcceptStats.of(completions, engine.draft_block_len)
         rows[scene] = {
             "tau": stats.tau,
-            "tau_no_loops": accept_stats(straight).tau if straight else None,
+            "tau_no_loops": AcceptStats.of(straight, engine.draft_block_len).tau,
             "looping": 1 - len(straight) / len(completions),
             "ceiling": ceiling(completions, engine.draft_block_len),
             "per_position_acceptance": stats.per_position_acceptance,

@@ -2,7 +2,7 @@
 
 A published file keeps every projection as its own [out, in] matrix; our parameters are [in, out]
 (gate and up of experts stay [out, in]), with projections of the same input side by side, and the
-experts of a layer in one stack. A `Leaf` says this once, and `read_leaves` and `write_model` follow it.
+experts of a layer in one stack. A `Leaf` says this once; `read_leaves` and `write_model` follow it.
 
 Nothing half-written is ever trusted: each file is written under a temporary name and renamed,
 config.json is removed first and written last.

@@ -10,6 +10,7 @@ measured apart from run time.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,19 +78,21 @@ class Completion:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class Model[Config: (TargetConfig, DrafterConfig)]:
     """A config with its split module: what checkpoint loaders return."""
 
-    config: TargetConfig | DrafterConfig
-    graph: object
-    params: object
+    config: Config
+    graph: Any
+    params: Any
 
 
 # A model past this size does not stay in a CPU's last-level cache from step to step.
 _CACHE_BYTES = 64 << 20
 
 
-def lay_out_for_decode(model: Model) -> Model:
+def lay_out_for_decode[Config: (TargetConfig, DrafterConfig)](
+    model: Model[Config],
+) -> Model[Config]:
     """The model with its matrices as this platform's small matmuls read them fastest.
 
     Models that outgrow the cache of a CPU are stored [out, in] (see layers/linear.py); all others
@@ -122,8 +125,8 @@ class Engine:
 
     def __init__(
         self,
-        target: Model,
-        drafter: Model | None = None,
+        target: Model[TargetConfig],
+        drafter: Model[DrafterConfig] | None = None,
         *,
         max_len: int,
         batch_size: int = 1,
@@ -216,7 +219,7 @@ class Engine:
             jnp.full((1,), request.top_k, jnp.int32),
             jnp.full((1,), request.seed, jnp.int32),
         )
-        caches, first = None, None
+        caches, first = (None, None), None
         for start in range(0, p, PROMPT_CHUNK):
             chunk = prompt[start : start + PROMPT_CHUNK]
             room = min(self.capacity - start, PROMPT_CHUNK)
@@ -398,16 +401,17 @@ def generate(
                 ttft_s = watch.elapsed_s - (engine.compile_s - compile_before)
                 if state is None and engine.batch_size > 1:
                     state = engine.empty_state(row_state)
-                state = engine.insert(state, row_state, slot)
+                state = row_state if state is None else engine.insert(state, row_state, slot)
                 engine.group_program(state)  # compiles outside of the row's clock
                 rows[slot] = _Row(index, request, ttft_s, Stopwatch.started())
-        if all(row is None for row in rows):
+        if state is None or all(row is None for row in rows):
             return
         state = engine.run(state, steps_per_group)
         finish, length = np.asarray(state.finish), np.asarray(state.length)
         finished = [i for i, row in enumerate(rows) if row is not None and finish[i]]
-        if finished or on_tokens is not None:
-            host = _Host(state)
+        if not finished and on_tokens is None:
+            continue
+        host = _Host(state)
         if on_tokens is not None:
             for slot, row in enumerate(rows):
                 if row is not None:
@@ -416,6 +420,7 @@ def generate(
                     row.num_streamed = len(emitted)
         for slot in finished:
             row = rows[slot]
+            assert row is not None  # `finished` holds occupied slots only
             yield row.index, host.completion(slot, row.request, row.ttft_s, row.watch.elapsed_s)
             rows[slot] = None
 

@@ -28,7 +28,13 @@ from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.checkpoint.json_config import read_json
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError
 from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
-from mimo_jax.decode.generate import LENGTH_BUCKET, Engine, Model, Request
+from mimo_jax.decode.generate import (
+    LENGTH_BUCKET,
+    Engine,
+    Model,
+    Request,
+    lay_out_for_decode,
+)
 from mimo_jax.decode.jobs import Job, Output, run_jobs, stream_job
 from mimo_jax.decode.params import SamplingParams
 from mimo_jax.decode.sampling import FILTERED, GREEDY, SAMPLED, mode_for
@@ -98,22 +104,21 @@ class LLM:
 
     def __init__(
         self,
-        target: Model,
-        drafter: Model | None = None,
+        target: Model[TargetConfig],
+        drafter: Model[DrafterConfig] | None = None,
         *,
         tokenizer: Tokenizer | None = None,
         stop_ids: tuple[int, ...] = (),
         directory: Path | None = None,
     ):
         """Joins models that are already in memory; `LLM.load` reads a checkpoint."""
-        assert isinstance(target.config, TargetConfig)
-        self.config: TargetConfig = target.config
-        self.trained_block_len = 1
+        self.config, self.trained_block_len = target.config, 1
         if drafter is not None:
-            assert isinstance(drafter.config, DrafterConfig)
             drafter.config.check_fits(target.config)
             self.trained_block_len = drafter.config.draft_block_len
-        self.target, self.drafter = target, drafter
+        # Once here: engines would each make a copy of a large model.
+        self.target = lay_out_for_decode(target)
+        self.drafter = None if drafter is None else lay_out_for_decode(drafter)
         self.tokenizer, self.stop_ids, self.directory = tokenizer, stop_ids, directory
         self._engines: dict[tuple, Engine] = {}  # by shape and mode
         self._template: str | None = None

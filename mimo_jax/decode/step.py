@@ -133,6 +133,8 @@ def speculative_step(
     slots = jnp.arange(1, draft_block_len + 1, dtype=jnp.int32)[None, :]
     emitted = sample(out.logits, state.sampling, start[:, None] + slots, mode)
     num_accepted = accept.accept_by_match(block[:, 1:], emitted, active_len)
+    assert out.cache is not None
+    assert out.context_features is not None  # taps were asked for
     drafter_cache = drafter.inject_context(state.drafter_cache, out.context_features, start)
     return StepResult(emitted, num_accepted, out.cache, drafter_cache)
 
@@ -142,6 +144,7 @@ def plain_step(target: Target, state: DecodeState, *, mode: str) -> StepResult:
     start = state.length - 1
     anchors = jnp.take_along_axis(state.tokens, start[:, None], axis=1)
     out = target.step(anchors, state.target_cache, start)
+    assert out.cache is not None  # a step always returns its memory
     emitted = sample(out.logits, state.sampling, state.length[:, None], mode)
     return StepResult(emitted, jnp.zeros_like(start), out.cache, state.drafter_cache)
 

@@ -92,12 +92,11 @@ def attend(
     total = sum(w.sum(axis=-1, keepdims=True) for w in weights)
     if sink is not None:
         total = total + jnp.exp(sink_bkgt - top)
-    out = None
-    for w, (_, values, _) in zip(weights, stretches, strict=True):
-        s = values.shape[2]
-        part = _batched_matmul(w.reshape(b, k, g * t, s).astype(values.dtype), values)
-        out = part if out is None else out + part
-    out = out.reshape(b, k, g, t, -1) / total
+    parts = [
+        _batched_matmul(w.reshape(b, k, g * t, -1).astype(values.dtype), values)
+        for w, (_, values, _) in zip(weights, stretches, strict=True)
+    ]
+    out = sum(parts[1:], parts[0]).reshape(b, k, g, t, -1) / total
     hv = out.shape[-1]
     return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, hv).astype(stretches[0].values.dtype)
 

@@ -10,7 +10,7 @@ either way. `is_transposed` says which of the two a module holds; see `models/pa
 from jaxtyping import Array, Float
 
 
-def linear(x: Float[Array, "*b i"], w: Float[Array, "i o"], *, is_transposed: bool = False):
+def linear(x: Float[Array, "*b i"], w: Float[Array, "_ _"], *, is_transposed: bool = False):
     """x times a weight [in, out], or [out, in] when is_transposed; [*b, out] in the dtype of x."""
     if not is_transposed:
         return x @ w

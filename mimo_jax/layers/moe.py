@@ -24,8 +24,8 @@ from mimo_jax.layers.linear import linear
 
 def swiglu(
     x: Float[Array, "*b d"],
-    w_gate_up: Float[Array, "d f2"],
-    w_down: Float[Array, "f d"],
+    w_gate_up: Float[Array, "_ _"],
+    w_down: Float[Array, "_ _"],
     *,
     is_transposed: bool = False,
 ):

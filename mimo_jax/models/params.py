@@ -79,8 +79,8 @@ def transpose_weights(graph, params):
         return graph, params
     module.is_transposed = True
     for holder in (module, *module.layers):
-        for name, leaf in vars(holder).items():
+        for name, leaf in list(vars(holder).items()):
             is_matrix = isinstance(leaf, nnx.Param) and leaf[...].ndim == 2
             if is_matrix and name not in ("embedding", "w_router"):
-                leaf[...] = leaf[...].T
+                setattr(holder, name, leaf.replace(leaf[...].T))
     return nnx.split(module)

@@ -71,7 +71,7 @@ class TargetLayer(nnx.Module):
             rngs, (width, d), ("heads", "embed"), scale=out_scale * width**-0.5, dtype=dtype
         )
         self.ffn_norm = weight(rngs, (d,), ("embed",), fill=1.0, dtype=dtype)
-        if config.is_moe_layer[layer_idx]:
+        if config.moe is not None and config.is_moe_layer[layer_idx]:
             e, f = config.moe.num_experts, config.moe.hidden_size
             # f32 router: a bf16 one picks other experts near ties (sglang-jax issue 969).
             self.w_router = weight(rngs, (d, e), ("embed", None), dtype=jnp.float32)
@@ -229,7 +229,8 @@ class Target(nnx.Module):
                 old_mask[window] = masks.causal_mask(positions, old_pos, window)
             stretches = [Stretch(keys, values, new_mask[window])]
             if not is_first:
-                stretches.append(Stretch(*cache.layers[layer_idx], old_mask[window]))
+                old = cache.layers[layer_idx]
+                stretches.append(Stretch(old.keys, old.values, old_mask[window]))
             layers[layer_idx] = kv.write_chunk(cache, layer_idx, keys, values, start, num_valid)
             return attend(queries, stretches, sink=sink)
 
@@ -267,7 +268,8 @@ class Target(nnx.Module):
                     positions, cache.key_positions(layer_idx), window
                 )
             layers[layer_idx] = kv.write_block(cache, layer_idx, keys, values, start)
-            return attend(queries, [Stretch(*layers[layer_idx], mask[window])], sink=sink)
+            memory = Stretch(layers[layer_idx].keys, layers[layer_idx].values, mask[window])
+            return attend(queries, [memory], sink=sink)
 
         hidden, features, _ = self._run_layers(
             self.embed(token_ids), positions, mix, tap_layer_ids
@@ -320,7 +322,7 @@ class Target(nnx.Module):
             mixed = mixed.reshape(b, t, geometry.out_width)
             x = x + linear(mixed, layer.w_out[...], is_transposed=self.is_transposed)
             normed = rms_norm(x, layer.ffn_norm[...], eps=config.norm_eps)
-            if config.is_moe_layer[layer_idx]:
+            if config.moe is not None and config.is_moe_layer[layer_idx]:
                 flat = normed.reshape(b * t, d)
                 expert_ids, expert_weights, _ = moe.route(
                     flat,

@@ -81,12 +81,10 @@ def simulated_accept_length(propose, target_params, trained, rows: PackedRows) -
     spans = [(int(a[0]), int(a[-1]) + 1) if len(a) else (0, 0) for a in answers]
     first = min(start for start, end in spans if end)
     last = max(end for _, end in spans)
-    proposals = None
-    for start in range(first, last, ANCHOR_CHUNK):
-        start = min(start, s - ANCHOR_CHUNK)
-        chunk = np.asarray(propose(target_params, trained, batch, jnp.int32(start)))
-        if proposals is None:
-            proposals = np.full((r, s, chunk.shape[2]), -1, np.int32)
+    starts = [min(start, s - ANCHOR_CHUNK) for start in range(first, last, ANCHOR_CHUNK)]
+    chunks = [np.asarray(propose(target_params, trained, batch, jnp.int32(i))) for i in starts]
+    proposals = np.full((r, s, chunks[0].shape[2]), -1, np.int32)
+    for start, chunk in zip(starts, chunks, strict=True):
         proposals[:, start : start + ANCHOR_CHUNK] = chunk
     steps = [
         count

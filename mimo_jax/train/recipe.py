@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -184,7 +185,9 @@ def regenerate_stage(config: ExperimentConfig, run_dir: Path) -> None:
             continue
         target = target or load_exported_target(run_dir)
         quota = int(settings.num_tokens * share / sum(mix.values()))
-        common = dict(stop_ids=scene_stop_ids(scene), row_len=row_len, seed=config.seed)
+        common: dict[str, Any] = {
+            "stop_ids": scene_stop_ids(scene), "row_len": row_len, "seed": config.seed
+        }
         heldout = regenerate(
             target,
             list(prompts_of(heldout_rows[scene]))[: settings.num_heldout],

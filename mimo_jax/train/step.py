@@ -10,7 +10,7 @@ per row and each block gathers the `window - 1` positions before its anchor.
 """
 
 import dataclasses
-from typing import NamedTuple, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,8 @@ _NOT_MUON = ("embedding", "head", "w_router")
 class TrainState:
     """Everything that a run must save: parameters, optimizer state and the step count."""
 
-    params: object
-    opt_state: object
+    params: Any
+    opt_state: Any
     step: Int[Array, ""]
 
 

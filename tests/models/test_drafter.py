@@ -18,6 +18,7 @@ from mimo_jax.checkpoint.hf_drafter import load_drafter
 from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.config import DrafterConfig
 from mimo_jax.models.drafter import Drafter
+from mimo_jax.models.params import transpose_weights
 from tests.golden.files import ATOL, DATA, arrays
 
 SLACK, MAX_LEN, M1 = 8, 48, 8
@@ -144,6 +145,20 @@ def test_proposals_are_the_lowest_argmax_of_the_mask_slots(case):
     args = (g["block1_ids"][:, 0], cache, anchor_pos, active, M1)
     tokens = propose(case.params, target_params, *args)
     np.testing.assert_array_equal(tokens, g["block1_logits"][:, 1:].argmax(-1))
+
+
+def test_transposed_matrices_give_the_same_block(case):
+    g = case.golden
+    cache = case.with_prompt(g["context_features"], 24)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Drafter(case.config, rngs=nnx.Rngs(0))))
+    graph, params = transpose_weights(graph, case.params)
+
+    @jax.jit
+    def draft(params, *args):
+        return nnx.merge(graph, params).draft_hidden(*args)
+
+    anchor_pos, active = np.full(2, 24, np.int32), np.full(2, M1, np.int32)
+    check(draft(params, case.embed(g["block1_ids"]), cache, anchor_pos, active), g["block1_hidden"])
 
 
 def test_rows_may_stand_at_different_places(case):

@@ -18,6 +18,7 @@ from flax import nnx
 
 from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.config import SLIDING, TargetConfig
+from mimo_jax.models.params import flatten, transpose_weights
 from mimo_jax.models.target import Target
 from tests.golden.files import ATOL, DATA, arrays
 
@@ -85,6 +86,16 @@ def test_logits_and_every_layer_equal_the_golden_ones(case, t):
     check(out.logits, case.golden["logits"][:, :t])
     layers = np.split(np.asarray(out.context_features), case.config.num_layers, axis=-1)
     check(np.stack(layers), case.golden["layer_out"][:, :, :t])
+
+
+@only_mimo
+def test_transposed_matrices_give_the_same_logits(case):
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Target(case.config, rngs=nnx.Rngs(0))))
+    graph, params = transpose_weights(graph, case.params)
+    assert flatten(params)["layers.0.w_qkv"].shape == (272, 64)
+    out = jax.jit(lambda p, x: nnx.merge(graph, p)(x))(params, case.golden["input_ids"][:, :17])
+    check(out.logits, case.golden["logits"][:, :17])
+    assert transpose_weights(graph, params)[0] == graph
 
 
 def with_window(config: TargetConfig, window: int) -> TargetConfig:

@@ -99,7 +99,6 @@ def test_answers_statistics_and_errors(job, llm, tmp_path, capfd):
     assert metrics["output_tokens_per_s"] > 0
     assert metrics["ttft_s"] > 0
     assert metrics["tpot_s"] > 0
-    assert metrics["compile_s"] > 0
     assert metrics["wall_s"] >= metrics["compile_s"]
     assert set(metrics["scenes"]) == {"chat", "math"}
     assert metrics["scenes"]["math"]["output_tokens"] == 96
@@ -290,14 +289,19 @@ class FullDisk:
 
 def test_a_full_disk_leaves_whole_lines():
     record = {"id": "a", "token_ids": [1, 2, 3]}
-    size = len(json.dumps(record)) + 1
-    for room in (0, 5, size, size + 7, 2 * size + 1):
-        file = FullDisk(room)
-        writer = OutputWriter(file, "out.jsonl")
-        with pytest.raises(JobError, match=r"out\.jsonl: cannot be written: No space left"), writer:
+    line = (json.dumps(record) + "\n").encode()
+
+    def write_three(file):
+        with OutputWriter(file, "out.jsonl") as writer:
             for _ in range(3):
                 writer.write(record)
-        assert file.data == (json.dumps(record) + "\n").encode() * (room // size)
+
+    size = len(line)
+    for room in (0, 5, size, size + 7, 2 * size + 1):
+        file = FullDisk(room)
+        with pytest.raises(JobError, match=r"out\.jsonl: cannot be written: No space left"):
+            write_three(file)
+        assert file.data == line * (room // size)
         assert file.is_closed
 
 
@@ -309,7 +313,8 @@ def test_a_full_device(job):
 
 def test_opening_cuts_a_torn_line(tmp_path):
     path = tmp_path / "out"
-    path.write_bytes(b'{"id": "a", "error": "x"}\n{"id": "b", "tok')
+    torn = b'{"id": "b", "text": "a text that is longer than the new line", "tok'
+    path.write_bytes(b'{"id": "a", "error": "x"}\n' + torn)
     finished = read_finished(path)
     assert (dict(finished.ids), finished.error_ids) == ({"a": 1}, {"a"})
     with OutputWriter.open(path, finished) as writer:
