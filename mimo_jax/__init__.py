@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from mimo_jax.config import ConfigError as ConfigError
     from mimo_jax.config import DrafterConfig as DrafterConfig
     from mimo_jax.config import TargetConfig as TargetConfig
+    from mimo_jax.decode.engine import Engine as Engine
+    from mimo_jax.decode.engine import Model as Model
+    from mimo_jax.decode.engine import Request as Request
     from mimo_jax.decode.generate import Completion as Completion
-    from mimo_jax.decode.generate import Engine as Engine
-    from mimo_jax.decode.generate import Model as Model
-    from mimo_jax.decode.generate import Request as Request
     from mimo_jax.decode.jobs import Output as Output
     from mimo_jax.decode.llm import LLM as LLM
     from mimo_jax.decode.params import SamplingParams as SamplingParams
@@ -35,11 +35,11 @@ _HOME = {
     "Completion": "decode.generate",
     "ConfigError": "config",
     "DrafterConfig": "config",
-    "Engine": "decode.generate",
+    "Engine": "decode.engine",
     "LLM": "decode.llm",
-    "Model": "decode.generate",
+    "Model": "decode.engine",
     "Output": "decode.jobs",
-    "Request": "decode.generate",
+    "Request": "decode.engine",
     "SamplingParams": "decode.params",
     "TargetConfig": "config",
 }

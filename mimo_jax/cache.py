@@ -204,10 +204,16 @@ def finish_chunk(cache: KVCache, start: Int[Array, "b"], num_valid: Int[Array, "
     )
 
 
-def insert_row(cache: KVCache, row_cache: KVCache, row: Int[Array, ""]) -> KVCache:
-    """Replaces one row by a cache of batch 1 with the same shapes."""
+def insert_row[Tree](rows: Tree, one_row: Tree, row: Int[Array, ""]) -> Tree:
+    """Replaces one row of every array of a cache, or of a state that holds caches.
+
+    Args:
+      rows: Arrays [b, ...].
+      one_row: The same pytree with b = 1.
+      row: Which row to replace.
+    """
     return jax.tree.map(
         lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one[0], row, 0),
-        cache,
-        row_cache,
+        rows,
+        one_row,
     )

@@ -15,7 +15,7 @@ How it measures: batch 1, float32. Every program is compiled before the clock st
 DFlash take turns prompt by prompt, changing who goes first, so that a slow moment of the machine
 hits both. Tokens per second count the prompt's prefill; the cost of a step does not.
 
-Traps: prompts longer than four prefill buckets are left out, as each bucket is one more program to
+Traps: prompts longer than 128 tokens are left out, as each prefill bucket is one more program to
 compile in each engine. A CPU is chosen even where there is a GPU (set JAX_PLATFORMS to change it):
 matrix products in reduced precision would break ties differently for 1 and for 8 rows.
 """
@@ -39,7 +39,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mimo_jax.config import SCENES, ConfigError
-from mimo_jax.decode.generate import PROMPT_BUCKET, Engine, Model
+from mimo_jax.decode.engine import Engine, Model, prompt_bucket
 from mimo_jax.decode.jobs import Job, Output, run_jobs
 from mimo_jax.decode.llm import LLM
 from mimo_jax.decode.params import SamplingParams
@@ -49,7 +49,7 @@ from mimo_jax.timing import Stopwatch
 from mimo_jax.train.provenance import machine
 
 PLAIN, DFLASH = "plain", "dflash"
-MAX_PROMPT_LEN = 4 * PROMPT_BUCKET
+MAX_PROMPT_LEN = 128
 # A tool transcript goes through several turns, so only the end of the document ends it.
 SCENE_STOP_IDS = {"agent": (0,)}
 EXAMPLE_SCENE = "code-gen"
@@ -180,7 +180,7 @@ def compile_all(engines: dict[str, Engine], scenes: dict[str, list[Prompt]]) -> 
     """Compiles and runs once every program that the prompts need; engines side by side."""
     by_bucket: dict[int, Job] = {}
     for prompt in (prompt for prompts in scenes.values() for prompt in prompts):
-        bucket = -(-len(prompt.job.request.prompt_ids) // PROMPT_BUCKET)
+        bucket = prompt_bucket(len(prompt.job.request.prompt_ids))
         by_bucket.setdefault(bucket, prompt.job)
 
     def warm_up(engine: Engine) -> None:

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from mimo_jax import demo
 from mimo_jax.config import ConfigError
-from mimo_jax.decode.generate import Completion, Request
+from mimo_jax.decode.engine import Request
+from mimo_jax.decode.generate import Completion
 from mimo_jax.decode.jobs import Job, Output
 from mimo_jax.decode.llm import LLM
 from mimo_jax.decode.stats import AcceptStats

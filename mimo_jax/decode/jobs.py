@@ -12,7 +12,8 @@ import numpy as np
 
 from mimo_jax.decode import accept
 from mimo_jax.decode.answer import AnswerText, cut_completion
-from mimo_jax.decode.generate import Completion, Engine, Request, generate
+from mimo_jax.decode.engine import Engine, Request
+from mimo_jax.decode.generate import Completion, generate
 from mimo_jax.decode.stats import AcceptStats
 from mimo_jax.text.tokenizer import Tokenizer
 

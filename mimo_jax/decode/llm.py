@@ -28,13 +28,7 @@ from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.checkpoint.json_config import read_json
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError
 from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
-from mimo_jax.decode.generate import (
-    LENGTH_BUCKET,
-    Engine,
-    Model,
-    Request,
-    lay_out_for_decode,
-)
+from mimo_jax.decode.engine import LENGTH_BUCKET, Engine, Model, Request, lay_out_for_decode
 from mimo_jax.decode.jobs import Job, Output, run_jobs, stream_job
 from mimo_jax.decode.params import SamplingParams
 from mimo_jax.decode.sampling import FILTERED, GREEDY, SAMPLED, mode_for

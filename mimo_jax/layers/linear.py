@@ -7,12 +7,20 @@ there XLA:CPU streams w @ x.T with w stored [out, in] at twice the speed (1024x4
 either way. `is_transposed` says which of the two a module holds; see `models/params.py`.
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def linear(x: Float[Array, "*b i"], w: Float[Array, "_ _"], *, is_transposed: bool = False):
-    """x times a weight [in, out], or [out, in] when is_transposed; [*b, out] in the dtype of x."""
+def linear(
+    x: Float[Array, "*b i"], w: Float[Array, "_ _"], *, is_transposed: bool = False, out_dtype=None
+):
+    """x times a weight [in, out], or [out, in] when is_transposed.
+
+    Returns:
+      [*b, out] in out_dtype, by default the dtype of x; the sums are at least that precise.
+    """
     if not is_transposed:
-        return x @ w
+        return jnp.matmul(x, w, preferred_element_type=out_dtype)
     rows = x.reshape(-1, x.shape[-1])
-    return (w @ rows.T).T.reshape(*x.shape[:-1], w.shape[0])
+    product = jnp.matmul(w, rows.T, preferred_element_type=out_dtype)
+    return product.T.reshape(*x.shape[:-1], w.shape[0])

@@ -121,7 +121,7 @@ class Target(nnx.Module):
             head, is_transposed = self.head[...], self.is_transposed
         if vocab_size is not None and vocab_size < self.config.vocab_size:
             head = head[:vocab_size] if is_transposed else head[:, :vocab_size]
-        return linear(hidden, head, is_transposed=is_transposed).astype(jnp.float32)
+        return linear(hidden, head, is_transposed=is_transposed, out_dtype=jnp.float32)
 
     def make_cache(self, batch_size: int, max_len: int, slack: int) -> kv.KVCache:
         """Empty memory for rows of up to max_len tokens, written up to `slack` at a time."""

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from mimo_jax import __version__
 from mimo_jax.config import ConfigError
-from mimo_jax.decode.generate import Engine
+from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.jobs import Job, Output, run_jobs
 from mimo_jax.decode.llm import LLM
 from mimo_jax.decode.params import SamplingParams

@@ -8,6 +8,7 @@ so that their ids never depend on the training text.
 Digits are split singly: numbers then cost one token per digit and column arithmetic is learnable.
 """
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -30,6 +31,9 @@ _NAMED_SPECIALS = (
 SPECIAL_TOKENS = _NAMED_SPECIALS + tuple(
     f"<|reserved_{i}|>" for i in range(NUM_RESERVED_IDS - len(_NAMED_SPECIALS))
 )
+# Markup that a reader of an answer wants to see: one id each, but not hidden when decoding (as in
+# the published tokenizers).
+VISIBLE_MARKUP = _NAMED_SPECIALS[3:9]
 MIN_VOCAB_SIZE = NUM_RESERVED_IDS + 256
 
 
@@ -68,7 +72,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int = 2048) -> _HfTokenizer:
         show_progress=False,
     )
     bpe.train_from_iterator(_without_specials(texts), trainer=trainer)
-    return bpe
+    content = json.loads(bpe.to_str())
+    for token in content["added_tokens"]:
+        token["special"] = token["content"] not in VISIBLE_MARKUP
+    return _HfTokenizer.from_str(json.dumps(content))
 
 
 def save_tokenizer(bpe: _HfTokenizer, directory: str | Path) -> Path:

@@ -16,7 +16,8 @@ from configs.tiny import tiny_drafter, tiny_target
 from mimo_jax.checkpoint.hf_drafter import load_drafter
 from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.config import ConfigError
-from mimo_jax.decode.generate import Engine, Model, Request, generate, generate_all
+from mimo_jax.decode.engine import Engine, Model, Request
+from mimo_jax.decode.generate import generate, generate_all
 from mimo_jax.decode.sampling import FILTERED, SAMPLED
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import split
@@ -251,7 +252,7 @@ def test_streaming_gives_every_token_once(mimo):
 def test_long_prompts_are_prefilled_in_chunks(wide):
     target, drafter = wide
     prompt = np.random.default_rng(1).integers(0, 61, 490).tolist()
-    import mimo_jax.decode.generate as module
+    import mimo_jax.decode.engine as module
 
     (want,) = generate_all(Engine(target, drafter, max_len=512), [Request(prompt, 12)])
     chunk, module.PROMPT_CHUNK = module.PROMPT_CHUNK, 128
