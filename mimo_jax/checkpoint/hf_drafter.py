@@ -152,14 +152,14 @@ def drafter_leaves(config: DrafterConfig) -> list[Leaf]:
         layer = f"layers.{i}."
         attn, mlp = layer + "self_attn.", layer + "mlp."
         kv_parts = {attn + "k_proj.weight": k, attn + "v_proj.weight": v}
-        mlp_parts = {mlp + "gate_proj.weight": f, mlp + "up_proj.weight": f}
         leaves += [
             name_map.plain(layer + "attention_norm", layer + "input_layernorm.weight", d),
             name_map.columns(layer + "w_q", d, {attn + "q_proj.weight": q}),
             name_map.columns(layer + "w_kv", d, kv_parts),
             name_map.columns(layer + "w_out", a.out_width, {attn + "o_proj.weight": d}),
             name_map.plain(layer + "ffn_norm", layer + "post_attention_layernorm.weight", d),
-            name_map.columns(layer + "w_gate_up", d, mlp_parts),
+            name_map.columns(layer + "w_gate", d, {mlp + "gate_proj.weight": f}),
+            name_map.columns(layer + "w_up", d, {mlp + "up_proj.weight": f}),
             name_map.columns(layer + "w_down", f, {mlp + "down_proj.weight": d}),
         ]
         if config.use_qk_norm:

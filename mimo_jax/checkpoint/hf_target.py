@@ -297,9 +297,9 @@ def _layer_leaves(config: TargetConfig, layer_idx: int) -> list[Leaf]:
     moe = config.moe
     if moe is None or not config.is_moe_layer[layer_idx]:
         f = config.dense_hidden_size
-        parts = {mlp + "gate_proj.weight": f, mlp + "up_proj.weight": f}
         return leaves + [
-            name_map.columns(ours + "w_gate_up", d, parts),
+            name_map.columns(ours + "w_gate", d, {mlp + "gate_proj.weight": f}),
+            name_map.columns(ours + "w_up", d, {mlp + "up_proj.weight": f}),
             name_map.columns(ours + "w_down", f, {mlp + "down_proj.weight": d}),
         ]
     e, f = moe.num_experts, moe.hidden_size
@@ -310,10 +310,11 @@ def _layer_leaves(config: TargetConfig, layer_idx: int) -> list[Leaf]:
         leaves.append(name_map.plain(bias, source, e, is_float32=True))
     else:
         leaves.append(name_map.zeros(bias, e))
-    parts = {mlp + "experts.{}.gate_proj.weight": f, mlp + "experts.{}.up_proj.weight": f}
+    theirs = mlp + "experts.{}."
     return leaves + [
-        name_map.experts(ours + "experts_gate_up", e, d, parts, is_out_in=True),
-        name_map.experts(ours + "experts_down", e, f, {mlp + "experts.{}.down_proj.weight": d}),
+        name_map.experts(ours + "experts_gate", e, d, f, theirs + "gate_proj.weight", stack_axis=1),
+        name_map.experts(ours + "experts_up", e, d, f, theirs + "up_proj.weight", stack_axis=1),
+        name_map.experts(ours + "experts_down", e, f, d, theirs + "down_proj.weight", stack_axis=0),
     ]
 
 

@@ -1,8 +1,8 @@
 """Name maps as data: which tensors of a file make up which parameter, read in both directions.
 
-A published file keeps every projection as its own [out, in] matrix; our parameters are [in, out]
-(gate and up of experts stay [out, in]), with projections of the same input side by side, and the
-experts of a layer in one stack. A `Leaf` says this once; `read_leaves` and `write_model` follow it.
+A published file keeps every projection as its own [out, in] matrix; our parameters are [in, out],
+q, k and v side by side, and the experts of a layer in one stack. A `Leaf` says this once;
+`read_leaves` and `write_model` follow it.
 
 Nothing half-written is ever trusted: each file is written under a temporary name and renamed,
 config.json is removed first and written last.
@@ -33,7 +33,7 @@ class Leaf:
       sources: Tensor names; part-minor, expert-major. Empty: the parameter is zero and not stored.
       shapes: Shape of each part in the file: [out, in], or any shape for a plain leaf.
       num_stacked: Experts in the stack; 0 = no stack.
-      is_out_in: Parts are kept [out, in] and stand below each other.
+      stack_axis: Where the experts' axis stands in the parameter, 0 or 1.
       is_plain: Copied as it stands instead of transposed.
       is_float32: float32 whatever the dtype of the model (router and its bias).
     """
@@ -42,7 +42,7 @@ class Leaf:
     sources: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     num_stacked: int = 0
-    is_out_in: bool = False
+    stack_axis: int = 0
     is_plain: bool = False
     is_float32: bool = False
 
@@ -50,9 +50,10 @@ class Leaf:
     def shape(self) -> tuple[int, ...]:
         if self.is_plain:
             return self.shapes[0]
-        columns = sum(out for out, _ in self.shapes)
-        shape = (columns, self.shapes[0][1]) if self.is_out_in else (self.shapes[0][1], columns)
-        return (self.num_stacked, *shape) if self.num_stacked else shape
+        shape = [self.shapes[0][1], sum(out for out, _ in self.shapes)]
+        if self.num_stacked:
+            shape.insert(self.stack_axis, self.num_stacked)
+        return tuple(shape)
 
     def source_shape(self, source_idx: int) -> tuple[int, ...]:
         return self.shapes[source_idx % len(self.shapes)]
@@ -62,8 +63,10 @@ class Leaf:
         expert_idx, part_idx = divmod(source_idx, len(self.shapes))
         first = sum(out for out, _ in self.shapes[:part_idx])
         part = slice(first, first + self.shapes[part_idx][0])
-        index = (part,) if self.is_out_in else (slice(None), part)
-        return (expert_idx, *index) if self.num_stacked else index
+        index: list[slice | int] = [slice(None), part]
+        if self.num_stacked:
+            index.insert(self.stack_axis, expert_idx)
+        return tuple(index)
 
     def assemble(self, tensors: list[np.ndarray], dtype) -> np.ndarray:
         """The parameter from its sources."""
@@ -72,15 +75,12 @@ class Leaf:
             if self.is_plain:
                 value[...] = tensor
             else:
-                value[self._slot(source_idx)] = tensor if self.is_out_in else tensor.T
+                value[self._slot(source_idx)] = tensor.T
         return value
 
     def take_apart(self, value: np.ndarray, source_idx: int) -> np.ndarray:
         """One source from the parameter: the inverse of `assemble`."""
-        if self.is_plain:
-            return value
-        part = value[self._slot(source_idx)]
-        return part if self.is_out_in else part.T
+        return value if self.is_plain else value[self._slot(source_idx)].T
 
 
 def plain(name: str, source: str, *shape: int, is_float32: bool = False) -> Leaf:
@@ -94,12 +94,12 @@ def columns(name: str, width_in: int, parts: dict[str, int], *, is_float32: bool
 
 
 def experts(
-    name: str, num_experts: int, width_in: int, parts: dict[str, int], *, is_out_in: bool = False
+    name: str, num_experts: int, width_in: int, width_out: int, source: str, *, stack_axis: int
 ) -> Leaf:
-    """As `columns`, stacked over experts; part names hold one {} for the expert."""
-    sources = tuple(part.format(i) for i in range(num_experts) for part in parts)
-    shapes = tuple((out, width_in) for out in parts.values())
-    return Leaf(name, sources, shapes, num_stacked=num_experts, is_out_in=is_out_in)
+    """Matrices [width_out, width_in] of all experts; source holds one {} for the expert."""
+    sources = tuple(source.format(i) for i in range(num_experts))
+    shape = (width_out, width_in)
+    return Leaf(name, sources, (shape,), num_stacked=num_experts, stack_axis=stack_axis)
 
 
 def zeros(name: str, *shape: int) -> Leaf:

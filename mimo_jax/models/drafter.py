@@ -62,7 +62,8 @@ class DrafterLayer(nnx.Module):
         self.w_out = weight(rngs, (a.out_width, d), ("heads", "embed"), scale=scale, dtype=dtype)
         self.ffn_norm = weight(rngs, (d,), ("embed",), fill=1.0, dtype=dtype)
         f = config.dense_hidden_size
-        self.w_gate_up = weight(rngs, (d, 2 * f), ("embed", "hidden"), dtype=dtype)
+        self.w_gate = weight(rngs, (d, f), ("embed", "hidden"), dtype=dtype)
+        self.w_up = weight(rngs, (d, f), ("embed", "hidden"), dtype=dtype)
         scale = out_scale * f**-0.5
         self.w_down = weight(rngs, (f, d), ("hidden", "embed"), scale=scale, dtype=dtype)
 
@@ -282,6 +283,6 @@ class Drafter(nnx.Module):
             )
             x = x + self._linear(mixed.reshape(b, m1, a.out_width), layer.w_out)
             normed = rms_norm(x, layer.ffn_norm[...], eps=config.norm_eps)
-            matrices = (layer.w_gate_up[...], layer.w_down[...])
+            matrices = (layer.w_gate[...], layer.w_up[...], layer.w_down[...])
             x = x + swiglu(normed, *matrices, is_transposed=self.is_transposed)
         return rms_norm(x, self.final_norm[...], eps=config.norm_eps)

@@ -4,9 +4,8 @@ One loop over layers serves training, prefill and verify; they differ in how a l
 meet keys, which the loop receives as a function. Nothing here knows about drafting: the target
 merely returns the residual stream after the layers it is asked for (the context features).
 
-Fused projections (q|k|v and gate|up side by side in one matrix) halve the number of small matmuls
-in a decode step. Layers are unrolled: their geometry differs by kind, and XLA would copy each
-slice of a stack.
+The q, k and v projections stand side by side in one matrix: a decode step is many small products.
+Layers are unrolled: their geometry differs by kind, and XLA would copy each slice of a stack.
 """
 
 from collections.abc import Callable
@@ -76,14 +75,16 @@ class TargetLayer(nnx.Module):
             # f32 router: a bf16 one picks other experts near ties (sglang-jax issue 969).
             self.w_router = weight(rngs, (d, e), ("embed", None), dtype=jnp.float32)
             self.selection_bias = weight(rngs, (e,), (None,), fill=0.0, dtype=jnp.float32)
-            axes = ("experts", "expert_hidden", "embed")
-            self.experts_gate_up = weight(rngs, (e, 2 * f, d), axes, scale=d**-0.5, dtype=dtype)
+            axes = ("embed", "experts", "expert_hidden")
+            self.experts_gate = weight(rngs, (d, e, f), axes, scale=d**-0.5, dtype=dtype)
+            self.experts_up = weight(rngs, (d, e, f), axes, scale=d**-0.5, dtype=dtype)
             axes = ("experts", "expert_hidden", "embed")
             scale = out_scale * f**-0.5
             self.experts_down = weight(rngs, (e, f, d), axes, scale=scale, dtype=dtype)
         else:
             f = config.dense_hidden_size
-            self.w_gate_up = weight(rngs, (d, 2 * f), ("embed", "hidden"), dtype=dtype)
+            self.w_gate = weight(rngs, (d, f), ("embed", "hidden"), dtype=dtype)
+            self.w_up = weight(rngs, (d, f), ("embed", "hidden"), dtype=dtype)
             scale = out_scale * f**-0.5
             self.w_down = weight(rngs, (f, d), ("hidden", "embed"), scale=scale, dtype=dtype)
 
@@ -332,19 +333,21 @@ class Target(nnx.Module):
                     routed_scale=config.moe.routed_scale,
                     scoring=config.moe.scoring,
                 )
-                experts = (layer.experts_gate_up[...], layer.experts_down[...])
+                experts = moe.Experts(
+                    layer.experts_gate[...], layer.experts_up[...], layer.experts_down[...]
+                )
                 if capacity_factor is None:
-                    out = moe.run_experts(flat, expert_ids, expert_weights, *experts)
+                    out = moe.run_experts(flat, expert_ids, expert_weights, experts)
                 else:
                     out = moe.run_experts_with_capacity(
-                        flat, expert_ids, expert_weights, *experts, capacity_factor=capacity_factor
+                        flat, expert_ids, expert_weights, experts, capacity_factor=capacity_factor
                     )
                 if with_expert_load:
                     chosen = jax.nn.one_hot(expert_ids, config.moe.num_experts, dtype=jnp.float32)
                     loads.append(chosen.sum(axis=(0, 1)))
                 x = x + out.reshape(b, t, d)
             else:
-                matrices = (layer.w_gate_up[...], layer.w_down[...])
+                matrices = (layer.w_gate[...], layer.w_up[...], layer.w_down[...])
                 x = x + moe.swiglu(normed, *matrices, is_transposed=self.is_transposed)
             if layer_idx in tap_layer_ids:
                 taps[layer_idx] = x

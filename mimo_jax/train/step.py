@@ -51,6 +51,28 @@ def _is_matrix(path, leaf) -> bool:
     return leaf.ndim >= 2 and not any(name in _NOT_MUON for name in names)
 
 
+def _experts_first(tree):
+    """Expert stacks [d, e, f] as [e, d, f] and back: Muon's matrix is the last two axes."""
+
+    def move(path, leaf):
+        names = [str(getattr(entry, "key", getattr(entry, "name", entry))) for entry in path]
+        is_stack = any(name in ("experts_gate", "experts_up") for name in names)
+        return jnp.swapaxes(leaf, 0, 1) if is_stack else leaf
+
+    return jax.tree_util.tree_map_with_path(move, tree)
+
+
+def _on_experts_first(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`inner` on a view of the tree in which every expert stack has its experts in front."""
+
+    def update(updates, state, params=None):
+        moved = None if params is None else _experts_first(params)
+        updates, state = inner.update(_experts_first(updates), state, moved)
+        return _experts_first(updates), state
+
+    return optax.GradientTransformation(lambda params: inner.init(_experts_first(params)), update)
+
+
 def make_optimizer(params, config: TargetTrainConfig | DrafterTrainConfig):
     """Muon on matrices (expert stacks batched), AdamW on the rest, global-norm clipping before."""
     schedules = [
@@ -64,12 +86,14 @@ def make_optimizer(params, config: TargetTrainConfig | DrafterTrainConfig):
     ]
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        muon.muon_or_adamw(
-            params,
-            muon_lr=schedules[0],
-            adamw_lr=schedules[1],
-            weight_decay=config.weight_decay,
-            is_matrix=_is_matrix,
+        _on_experts_first(
+            muon.muon_or_adamw(
+                jax.eval_shape(_experts_first, params),
+                muon_lr=schedules[0],
+                adamw_lr=schedules[1],
+                weight_decay=config.weight_decay,
+                is_matrix=_is_matrix,
+            )
         ),
     )
 

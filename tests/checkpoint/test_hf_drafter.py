@@ -189,8 +189,8 @@ def test_one_weight_of_each_kind_by_value():
     norm = file[layer + "post_attention_layernorm.weight"]
     np.testing.assert_array_equal(flat[layer + "ffn_norm"], norm)
     gate, up = (file[f"{layer}mlp.{name}_proj.weight"] for name in ("gate", "up"))
-    np.testing.assert_array_equal(flat[layer + "w_gate_up"][:, 3], gate[3])
-    np.testing.assert_array_equal(flat[layer + "w_gate_up"][:, 128 + 3], up[3])
+    np.testing.assert_array_equal(flat[layer + "w_gate"][:, 3], gate[3])
+    np.testing.assert_array_equal(flat[layer + "w_up"][:, 3], up[3])
     np.testing.assert_array_equal(flat[layer + "w_down"], file[layer + "mlp.down_proj.weight"].T)
     assert len(file) == 2 * 11 + 3
 

@@ -243,15 +243,15 @@ def test_one_weight_of_each_kind_by_value(mimo):
     norm = file[layer + "post_attention_layernorm.weight"]
     np.testing.assert_array_equal(flat["layers.1.ffn_norm"], norm)
     gate, up = (file[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up"))
-    np.testing.assert_array_equal(flat["layers.0.w_gate_up"][:, 3], gate[3])
-    np.testing.assert_array_equal(flat["layers.0.w_gate_up"][:, 128 + 3], up[3])
+    np.testing.assert_array_equal(flat["layers.0.w_gate"][:, 3], gate[3])
+    np.testing.assert_array_equal(flat["layers.0.w_up"][:, 3], up[3])
     down = file["model.layers.0.mlp.down_proj.weight"]
     np.testing.assert_array_equal(flat["layers.0.w_down"], down.T)
     expert = layer + "mlp.experts.6."
     up = file[expert + "up_proj.weight"]
-    np.testing.assert_array_equal(flat["layers.1.experts_gate_up"][6, 32 + 3], up[3])
+    np.testing.assert_array_equal(flat["layers.1.experts_up"][:, 6, 3], up[3])
     gate = file[expert + "gate_proj.weight"]
-    np.testing.assert_array_equal(flat["layers.1.experts_gate_up"][6, 3], gate[3])
+    np.testing.assert_array_equal(flat["layers.1.experts_gate"][:, 6, 3], gate[3])
     down = file[expert + "down_proj.weight"]
     np.testing.assert_array_equal(flat["layers.1.experts_down"][6], down.T)
     router = file[layer + "mlp.gate.weight"]

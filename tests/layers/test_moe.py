@@ -23,16 +23,16 @@ ATOL = 1e-5
 
 def draw(t, seed=0):
     rng = np.random.default_rng(seed)
-    shapes = ((t, D), (D, E), (E,), (E, 2 * F, D), (E, F, D))
-    x, w_router, bias, w_gate_up, w_down = (
+    shapes = ((t, D), (D, E), (E,), (D, E, F), (D, E, F), (E, F, D))
+    x, w_router, bias, *experts = (
         rng.standard_normal(shape).astype(np.float32) for shape in shapes
     )
-    return x, w_router, 0.3 * bias, w_gate_up, w_down
+    return x, w_router, 0.3 * bias, moe.Experts(*experts)
 
 
 @pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
 def test_route_equals_the_loop(scoring):
-    x, w_router, bias, _, _ = draw(11)
+    x, w_router, bias, _ = draw(11)
     options = {"top_k": TOP_K, "routed_scale": 1.7, "scoring": scoring}
     ids, weights, logits = jax.jit(functools.partial(moe.route, **options))(x, w_router, bias)
     expected_ids, expected_weights = oracle.route(x, w_router, bias, **options)
@@ -63,7 +63,7 @@ def test_ties_go_to_the_lower_expert():
 
 
 def test_the_router_is_float32_for_bfloat16_tokens():
-    x, w_router, bias, _, _ = draw(11)
+    x, w_router, bias, _ = draw(11)
     x = jnp.asarray(x, jnp.bfloat16)
     route = jax.jit(functools.partial(moe.route, top_k=TOP_K, routed_scale=1.0))
     _, weights, logits = route(x, w_router, bias)
@@ -85,38 +85,39 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("t", [1, 5])
 def test_all_ways_equal_the_loop(way, t):
-    x, w_router, bias, w_gate_up, w_down = draw(t, seed=t)
+    x, w_router, bias, experts = draw(t, seed=t)
     ids, weights = oracle.route(x, w_router, bias, top_k=TOP_K, routed_scale=1.3, scoring="sigmoid")
     ids, weights = ids.astype(np.int32), weights.astype(np.float32)
-    out = jax.jit(WAYS[way])(x, ids, weights, w_gate_up, w_down)
-    expected = oracle.run_experts(x, ids, weights, w_gate_up, w_down)
+    out = jax.jit(WAYS[way])(x, ids, weights, experts)
+    expected = oracle.run_experts(x, ids, weights, *experts)
     np.testing.assert_allclose(out, expected, atol=5e-5, rtol=0)
 
 
 def test_a_full_expert_drops_the_later_tokens():
-    x, _, _, w_gate_up, w_down = draw(5)
+    x, _, _, experts = draw(5)
     ids = np.array([[0, 1], [0, 2], [0, 3], [0, 1], [4, 0]], np.int32)
     weights = np.random.default_rng(1).random((5, 2)).astype(np.float32)
     # int(5 * 2 * 1.5) = 15 rows over 7 experts: 3 each. Expert 0 is asked for five times.
     run = functools.partial(moe.run_experts_with_capacity, capacity_factor=1.5)
-    out = jax.jit(run)(x, ids, weights, w_gate_up, w_down)
-    expected = oracle.run_experts(x, ids, weights, w_gate_up, w_down, capacity=3)
+    out = jax.jit(run)(x, ids, weights, experts)
+    expected = oracle.run_experts(x, ids, weights, *experts, capacity=3)
     np.testing.assert_allclose(out, expected, atol=5e-5, rtol=0)
-    whole = oracle.run_experts(x, ids, weights, w_gate_up, w_down)
+    whole = oracle.run_experts(x, ids, weights, *experts)
     assert np.abs(expected[3:] - whole[3:]).min(axis=1).max() > 1e-3
 
 
 def test_gradients_of_the_capacity_way_are_those_of_the_dense_way():
-    x, w_router, bias, w_gate_up, w_down = draw(5)
+    x, w_router, bias, experts = draw(5)
     ids, weights = oracle.route(x, w_router, bias, top_k=TOP_K, routed_scale=1.0, scoring="sigmoid")
     ids, weights = jnp.asarray(ids, jnp.int32), weights.astype(np.float32)
     cotangent = np.random.default_rng(2).standard_normal(x.shape).astype(np.float32)
 
     def gradients(way):
-        loss = lambda x, w, gate_up, down: jnp.sum(way(x, ids, w, gate_up, down) * cotangent)
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(x, weights, w_gate_up, w_down)
+        loss = lambda x, w, experts: jnp.sum(way(x, ids, w, experts) * cotangent)
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, weights, experts)
 
-    for ours, dense in zip(gradients(WAYS["capacity"]), gradients(WAYS["dense"]), strict=True):
+    both = (jax.tree.leaves(gradients(WAYS[way])) for way in ("capacity", "dense"))
+    for ours, dense in zip(*both, strict=True):
         np.testing.assert_allclose(ours, dense, atol=1e-4, rtol=1e-5)
 
 

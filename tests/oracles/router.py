@@ -23,23 +23,21 @@ def route(x, w_router, selection_bias, *, top_k, routed_scale, scoring):
     return np.array(ids), np.array(weights)
 
 
-def swiglu(token, w_gate_up, w_down):
-    """down(silu(gate) * up) of one token; gate is the first half of the columns."""
-    hidden = token @ w_gate_up
-    width = len(hidden) // 2
-    mixed = [
-        g / (1 + math.exp(-g)) * u for g, u in zip(hidden[:width], hidden[width:], strict=True)
-    ]
-    return np.array(mixed) @ w_down
+def swiglu(token, w_gate, w_up, w_down):
+    """down(silu(gate) * up) of one token."""
+    gate, up = token @ w_gate, token @ w_up
+    return (gate / (1 + np.exp(-gate)) * up) @ w_down
 
 
-def run_experts(x, ids, weights, w_gate_up, w_down, capacity=None):
+def run_experts(x, ids, weights, gate, up, down, capacity=None):
     """Weighted sum over chosen experts [t, d]; each serves its first `capacity` tokens only."""
-    x, w_gate_up, w_down = (np.asarray(a, np.float64) for a in (x, w_gate_up, w_down))
-    out, served = np.zeros_like(x), [0] * len(w_gate_up)
+    x, gate, up, down = (np.asarray(a, np.float64) for a in (x, gate, up, down))
+    out, served = np.zeros_like(x), [0] * len(down)
     for t, token in enumerate(x):
         for expert, weight in zip(np.asarray(ids)[t], np.asarray(weights)[t], strict=True):
             served[expert] += 1
             if capacity is None or served[expert] <= capacity:
-                out[t] += float(weight) * swiglu(token, w_gate_up[expert].T, w_down[expert])
+                out[t] += float(weight) * swiglu(
+                    token, gate[:, expert], up[:, expert], down[expert]
+                )
     return out
