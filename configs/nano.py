@@ -23,6 +23,6 @@ def get_config() -> ExperimentConfig:
         regenerate=RegenerateConfig(num_tokens=600_000),
         drafter=nano_drafter(),
         drafter_train=DrafterTrainConfig(
-            num_steps=7000, mix=DRAFTER_MIX, eval_every=1750, save_every=700
+            num_steps=13_000, mix=DRAFTER_MIX, eval_every=3250, save_every=650
         ),
     )

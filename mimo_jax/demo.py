@@ -472,9 +472,7 @@ def _show_example(console: Console, pair: Pair, tokenizer: Tokenizer) -> None:
     console.print(
         Panel(
             prompt + shaded(pair.dflash, tokenizer, has_color),
-            title=f"{pair.prompt.id}: one {mark} = one step "
-            f"({pair.dflash.stats.num_committed} tokens in {pair.dflash.stats.num_steps} steps, "
-            f"τ {pair.tau:.2f})",
+            title=f"{pair.prompt.id}: one {mark} = one step, τ {pair.tau:.2f}",
             title_align="left",
         )
     )

@@ -140,7 +140,7 @@ def make_target_step(graph, optimizer, config: TargetTrainConfig):
         params = optax.apply_updates(state.params, updates)
         if load is not None:
             params = _move_selection_bias(params, load, config.balance_rate)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         return TrainState(params, opt_state, state.step + 1), metrics
 
     return jax.jit(step, donate_argnums=0)
@@ -262,7 +262,7 @@ def make_drafter_step(
         params = optax.apply_updates(state.params, updates)
         metrics = {
             "loss": loss,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "expected_accept_length": losses.expected_accept_length(aux.is_correct, is_valid),
             "num_signals": is_valid.sum(),
         }

@@ -4,6 +4,7 @@ Training must see what decoding will see: block logits, accept lengths, losses.
 """
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -194,7 +195,7 @@ def test_resumed_run_is_bit_identical(pair, tmp_path, standard_promotion):
     for a, b in zip(jax.tree.leaves(straight), jax.tree.leaves(resumed), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     lines = (tmp_path / "b" / "drafter" / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 1  # one record, at the last step: not one per run
+    assert [json.loads(line)["step"] for line in lines] == [4, 7]  # the last step of each run
 
 
 def test_drafter_step_leaves_the_target_alone_and_learns(pair, tmp_path, standard_promotion):
