@@ -17,7 +17,10 @@ hits both. Tokens per second count the prompt's prefill; the cost of a step does
 
 Traps: prompts longer than 128 tokens are left out, as each prefill bucket is one more program to
 compile in each engine. A CPU is chosen even where there is a GPU (set JAX_PLATFORMS to change it):
-matrix products in reduced precision would break ties differently for 1 and for 8 rows.
+matrix products in reduced precision would break ties differently for 1 and for 8 rows. In float32
+this is rare but not impossible: logits of one and of eight rows differ by about 1e-5, so a text may
+part where the target's two best logits are that close. The line that reports a difference says how
+close they are.
 """
 
 import concurrent.futures
@@ -29,7 +32,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import tyro
+from flax import nnx
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from rich.console import Console
@@ -100,15 +105,20 @@ class Pair:
         """Accept length of this one answer; 0 if prefill's token ended it."""
         return self.dflash.tau or 0.0
 
-    def difference(self) -> str:
-        """One line that says where the answers part."""
+    @property
+    def num_shared(self) -> int:
+        """Tokens before the answers part."""
         ours, theirs = self.dflash.token_ids, self.plain.token_ids
         shared = min(len(ours), len(theirs))
-        at = next((i for i in range(shared) if ours[i] != theirs[i]), shared)
+        return next((i for i in range(shared) if ours[i] != theirs[i]), shared)
+
+    def difference(self) -> str:
+        """One line that says where the answers part."""
+        at = self.num_shared
         at_of = lambda ids: ids[at] if at < len(ids) else "the end"
         return (
-            f"{self.prompt.id}: token {at} is {at_of(ours)} with DFlash, "
-            f"{at_of(theirs)} plain; greedy outputs must be identical"
+            f"{self.prompt.id}: token {at} is {at_of(self.dflash.token_ids)} with DFlash, "
+            f"{at_of(self.plain.token_ids)} plain; greedy outputs must be identical"
         )
 
 
@@ -248,6 +258,21 @@ def break_even_tau(pairs: Sequence[Pair]) -> float:
     return _step_s([p.dflash for p in pairs]) / _step_s([p.plain for p in pairs])
 
 
+def margin(llm: LLM, pair: Pair) -> float | None:
+    """By how much the target prefers one of the two tokens at which a pair parts; None at an end.
+
+    A third voice: one forward over the whole text, without caches. Next to nothing (1e-5 and less)
+    is a tie that rounding decides; more is a bug.
+    """
+    at, ours, theirs = pair.num_shared, pair.dflash.token_ids, pair.plain.token_ids
+    if at >= min(len(ours), len(theirs)):
+        return None
+    forward = jax.jit(lambda params, ids: nnx.merge(llm.target.graph, params)(ids).logits[0, -1])
+    text = jnp.asarray([[*pair.plain.prompt_ids, *theirs[:at]]], jnp.int32)
+    logits = forward(llm.target.params, text)
+    return abs(float(logits[ours[at]] - logits[theirs[at]]))
+
+
 def step_runs(output: Output) -> list[list[int]]:
     """Ids of an answer grouped by the step that committed them; the first group is prefill's.
 
@@ -303,11 +328,10 @@ def draw_accept_lengths(
         axis.tick_params(length=0)
     axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes[0].set_ylabel("share of steps")
-    figure.supxlabel(
-        "tokens committed by one step   "
-        f"(red: accept length τ, dotted: break-even at {threshold:.1f})",
-        fontsize=10,
-    )
+    note = f"red: accept length τ, dotted: break-even at {threshold:.1f}"
+    if threshold > draft_block_len + 0.7:
+        note = f"red: accept length τ; the break-even, {threshold:.1f}, is further right"
+    figure.supxlabel(f"tokens committed by one step   ({note})", fontsize=10)
     figure.savefig(path, dpi=150)
 
 
@@ -427,7 +451,9 @@ def run(arguments: Arguments, console: Console) -> int:
 
     console.print(_table(rows))
     if different:
-        print(f"demo: {different[0].difference()}", file=sys.stderr)
+        gap = margin(llm, different[0])
+        note = "" if gap is None else f" (the target's logits for the two differ by {gap:.1e})"
+        print(f"demo: {different[0].difference()}{note}", file=sys.stderr)
         return 1
     _explain(console, scenes, rows, threshold, llm.trained_block_len)
     scene = EXAMPLE_SCENE if EXAMPLE_SCENE in scenes else next(iter(scenes))
@@ -446,6 +472,9 @@ def _explain(
     num_pairs = sum(len(pairs) for pairs in scenes.values())
     num_tokens = sum(len(p.dflash.token_ids) for pairs in scenes.values() for p in pairs)
     best, worst = (pick(rows, key=lambda s: rows[s].tau) for pick in (max, min))
+    pays = f"drafting pays where τ is above {threshold:.2f}, the break-even."
+    if threshold >= draft_block_len:
+        pays = "drafting cannot pay here: even a whole block is worth less than this break-even."
     notes = Table.grid(padding=(0, 1))
     for note in (
         f"All {num_pairs} pairs of answers ({num_tokens:,} tokens each way) are identical: "
@@ -453,9 +482,8 @@ def _explain(
         f"τ is the tokens that one step commits, from 1 to {draft_block_len}. It follows how "
         f"predictable a text is: {rows[best].tau:.2f} in {best} and {rows[worst].tau:.2f} in "
         f"{worst}.",
-        f"A DFlash step costs {threshold:.2f} plain steps on this machine, so drafting pays where "
-        f"τ is above {threshold:.2f}, the break-even. (The ratio counts prefill too, which "
-        "drafting does not shorten.)",
+        f"A DFlash step costs {threshold:.2f} plain steps on this machine, so {pays} (The ratio "
+        "counts prefill too, which drafting does not shorten.)",
         "That cost falls as models grow: this small one sits in the processor's cache, while a "
         f"model read from memory at every step checks {draft_block_len} tokens for little more "
         "than one.",

@@ -229,14 +229,14 @@ def steps_per_call(target: Model, drafter: Model, request: Request, max_len: int
     """Milliseconds per round for calls of 8 and of 64 rounds: the loop holds nothing that grows."""
     engine = Engine(target, drafter, max_len=max_len)
     start = engine.prefill(request)
-    engine.run(jax.tree.map(jnp.copy, start), 8)
-    fixed = dict(max_len=jnp.full((1,), 10**6, jnp.int32))
 
     def run(num_steps):
         def call():
-            state = dataclasses.replace(jax.tree.map(jnp.copy, start), **fixed)
             state = dataclasses.replace(
-                state, finish=jnp.zeros((1,), jnp.int32), stop_ids=jnp.full_like(state.stop_ids, -1)
+                jax.tree.map(jnp.copy, start),
+                max_len=np.full((1,), 10**6, np.int32),
+                finish=np.zeros((1,), np.int32),
+                stop_ids=np.full(start.stop_ids.shape, -1, np.int32),
             )
             return engine.run(state, num_steps).length
 
