@@ -201,8 +201,10 @@ class Engine:
         self.check(request)
         prompt = np.asarray(request.prompt_ids, np.int32)
         p = len(prompt)
-        # NumPy arguments: building them with jnp would compile and dispatch tiny programs.
-        one = lambda value, dtype=np.int32: np.full((1,), value, dtype)
+        def one(value, dtype: Any = np.int32) -> Any:
+            # NumPy: building arguments with jnp would compile and dispatch tiny programs.
+            return np.full((1,), value, dtype)
+
         sampling = RowSampling(
             one(request.temperature, np.float32),
             one(request.top_p, np.float32),
