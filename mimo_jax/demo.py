@@ -487,8 +487,8 @@ def _explain(
         f"{worst}.",
         f"A DFlash step costs {threshold:.2f} plain steps on this machine, so {pays} (The ratio "
         "counts prefill too, which drafting does not shorten.)",
-        "That cost falls as models grow: this small one sits in the processor's cache; weights that "
-        f"come from memory at every step are read once for all {draft_block_len} tokens.",
+        "That cost falls as models grow: this small one sits in the processor's cache; weights "
+        f"that come from memory at every step are read once for all {draft_block_len} tokens.",
     ):
         notes.add_row("  •", note)
     console.print("\n[bold]What to look at[/]")
