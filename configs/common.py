@@ -44,7 +44,7 @@ def nano_target() -> TargetConfig:
 
 
 def nano_drafter() -> DrafterConfig:
-    """0.75M parameters in the published DFlash shape: 2 sliding layers, block of 8.
+    """0.79M parameters in the published DFlash shape: 2 sliding layers, block of 8.
 
     Taps leave the first layer (dense, little context) and the last out: the last one's residual
     stream is four times larger than the first's and, without a norm per tap (published drafters

@@ -33,8 +33,7 @@ from mimo_jax.models.target import Target
 from mimo_jax.text.tokenizer import Tokenizer
 from mimo_jax.timing import Stopwatch, alternate
 
-STOP_IDS = {"agent": (0,)}
-DEFAULT_STOP_IDS = (0, 2)
+DEFAULT_STOP_IDS = (0, 2)  # of the embedded default; a line may have its own
 SEED_SCENES = {"agent": 4.29, "math": 5.56, "code": 6.30}  # accept lengths claimed at 1.02T
 
 
@@ -57,7 +56,7 @@ def read_requests(
             Request(
                 tokenizer.encode(line["prompt"]),
                 max_tokens,
-                STOP_IDS.get(path.stem, DEFAULT_STOP_IDS),
+                tuple(line.get("stop_token_ids", DEFAULT_STOP_IDS)),
                 temperature=temperature,
                 seed=number,
             )
