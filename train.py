@@ -47,7 +47,7 @@ def main() -> int:
     arguments = tyro.cli(Arguments, description=__doc__)
     from absl import logging
 
-    logging.set_verbosity(logging.INFO)
+    logging.set_verbosity(logging.WARNING)  # at INFO Orbax reports every save in ten lines
     from mimo_jax.config import ConfigError
     from mimo_jax.train import recipe
 
