@@ -326,12 +326,11 @@ def summary(config: ExperimentConfig) -> dict:
         _, params = abstract(make_module)
         return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
 
-    rngs = nnx.Rngs(0)
     target, drafter = config.target_train, config.drafter_train
     return {
         "name": config.name,
-        "target_parameters": count(lambda: Target(config.target, rngs=rngs)),
-        "drafter_parameters": count(lambda: Drafter(config.drafter, rngs=rngs)),
+        "target_parameters": count(lambda: Target(config.target, rngs=nnx.Rngs(0))),
+        "drafter_parameters": count(lambda: Drafter(config.drafter, rngs=nnx.Rngs(0))),
         "target_steps": target.num_steps,
         "target_tokens": target.num_steps * target.batch_rows * config.corpus.row_len,
         "regenerated_tokens": config.regenerate.num_tokens,

@@ -3,7 +3,6 @@
 Training must see what decoding will see: block logits, accept lengths, losses.
 """
 
-import dataclasses
 import json
 
 import jax
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from configs import nano, nano_smoke
 from configs.tiny import tiny_drafter, tiny_target
 from mimo_jax.config import DrafterTrainConfig, TargetTrainConfig
 from mimo_jax.decode.engine import Engine, Model, Request
@@ -19,7 +19,7 @@ from mimo_jax.decode.generate import generate_all
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import flatten, split, unflatten
 from mimo_jax.models.target import Target
-from mimo_jax.train import loop
+from mimo_jax.train import loop, recipe
 from mimo_jax.train.data import PackedRows, pack_documents
 from mimo_jax.train.evaluate import make_propose, simulated_accept_length, walk
 from mimo_jax.train.step import (
@@ -249,9 +249,10 @@ def test_flatten_round_trip_and_errors(pair):
         unflatten(target.params, wrong)
 
 
-def test_configs_build():
-    from configs import nano, nano_smoke
-
+def test_configs_build_and_dry_run_counts_parameters():
     full, smoke = nano.get_config(), nano_smoke.get_config()
     assert full.target == smoke.target
-    assert dataclasses.replace(smoke, name="x").name == "x"
+    counts = recipe.summary(full)
+    assert counts["target_parameters"] == 3_936_256
+    assert counts["target_tokens"] == 2400 * 8 * 512
+    assert counts["drafter_parameters"] < 800_000
