@@ -1,4 +1,4 @@
-"""The embedded default (assets/mimo-nano): a 3.9M target and its DFlash drafter, from text.
+"""The embedded default (assets/mimo-nano): a 2.8M target and its DFlash drafter, from text.
 
     python train.py --config configs/nano.py
 
@@ -25,10 +25,10 @@ def get_config() -> ExperimentConfig:
         seed=0,
         corpus=CorpusConfig(),
         target=nano_target(),
-        target_train=TargetTrainConfig(num_steps=2400, mix=TARGET_MIX),
-        regenerate=RegenerateConfig(num_tokens=600_000),
+        target_train=TargetTrainConfig(num_steps=3200, mix=TARGET_MIX),
+        regenerate=RegenerateConfig(num_tokens=800_000),
         drafter=nano_drafter(),
         drafter_train=DrafterTrainConfig(
-            num_steps=13_000, mix=DRAFTER_MIX, eval_every=3250, save_every=650
+            num_steps=12_000, mix=DRAFTER_MIX, eval_every=3000, save_every=600
         ),
     )
