@@ -25,10 +25,10 @@ def get_config() -> ExperimentConfig:
         seed=0,
         corpus=CorpusConfig(),
         target=nano_target(),
-        target_train=TargetTrainConfig(num_steps=3200, mix=TARGET_MIX),
+        target_train=TargetTrainConfig(num_steps=2800, mix=TARGET_MIX),
         regenerate=RegenerateConfig(num_tokens=800_000),
         drafter=nano_drafter(),
         drafter_train=DrafterTrainConfig(
-            num_steps=12_000, mix=DRAFTER_MIX, eval_every=3000, save_every=600
+            num_steps=11_400, mix=DRAFTER_MIX, eval_every=3800, save_every=600
         ),
     )
