@@ -122,6 +122,7 @@ class MoeConfig:
       hidden_size: Width of one expert (`f`).
       routed_scale: Factor on the renormalised weights (1.0 where a checkpoint says null).
       scoring: "sigmoid" (MiMo, DeepSeek-V3) or "softmax" (Qwen3-MoE).
+      is_mxfp4: Experts are stored packed, as MXFP4 (pallas_kernels/formats.py).
     """
 
     num_experts: int
@@ -129,6 +130,7 @@ class MoeConfig:
     hidden_size: int
     routed_scale: float = 1.0
     scoring: str = "sigmoid"
+    is_mxfp4: bool = False
 
     def __post_init__(self):
         _require(
@@ -234,6 +236,8 @@ class DrafterConfig:
       vocab_size: Proposals are drawn from the first vocab_size ids of the target's head.
       target_hidden_size: Width of one context feature.
       max_position: Longest position it was trained for.
+      has_mask_embedding: The drafter brings the vector of its mask slots instead of taking the
+        target's row of mask_token_id.
     """
 
     hidden_size: int
@@ -252,6 +256,7 @@ class DrafterConfig:
     norm_eps: float = 1e-6
     target_hidden_size: int = 0
     max_position: int = 4096
+    has_mask_embedding: bool = False
 
     def __post_init__(self):
         _require(self.num_layers >= 1, f"num_layers {self.num_layers} must be >= 1")

@@ -13,14 +13,17 @@ Traps: `backbone_rotary_base` of the MiMo files is not read (engines disagree; `
 for context and block alike); `sliding_window` without sliding layers means nothing.
 """
 
+import dataclasses
 import os
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
 from flax import nnx
 
 from mimo_jax.checkpoint import name_map
-from mimo_jax.checkpoint.hf_target import LAYER_TYPES
+from mimo_jax.checkpoint.hf_target_config import LAYER_TYPES
 from mimo_jax.checkpoint.json_config import (
     Keys,
     read_json,
@@ -30,10 +33,12 @@ from mimo_jax.checkpoint.json_config import (
 )
 from mimo_jax.checkpoint.name_map import Leaf
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError, SafetensorsDir
+from mimo_jax.checkpoint.torch_file import read_torch_file
 from mimo_jax.config import SLIDING, AttentionConfig, ConfigError, DrafterConfig
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import abstract, flatten, unflatten
 
+MASK_EMBEDDING = "mask_embedding"
 _LAYER_TYPE = {True: "sliding_attention", False: "full_attention"}
 
 
@@ -189,18 +194,52 @@ def load_drafter(directory: str | os.PathLike, dtype=None):
     directory = Path(directory)
     path = directory / "config.json"
     config = drafter_config_from_json(read_json(path), path)
-    for side_file in sorted(directory.glob("mask_embedding.*")):
-        raise CheckpointError(
-            f"{side_file}: a mask embedding of its own is not supported yet; the target's row of "
-            f"mask_token_id {config.mask_token_id} would be used instead"
-        )
-    tensors = SafetensorsDir(directory)
-    name_map.refuse_quantized(tensors)
+    mask_embedding = read_mask_embedding(directory, config)
+    tensors = SafetensorsDir(directory, ignore_files=(MASK_EMBEDDING + ".safetensors",))
     if dtype is None:
         dtype = tensors.dtype("model.fc.weight" if "model.fc.weight" in tensors else "fc.weight")
     flat = name_map.read_leaves(tensors, drafter_leaves(config), dtype, prefix="model.")
+    if mask_embedding is not None:
+        config = dataclasses.replace(config, has_mask_embedding=True)
+        flat["mask_embedding"] = jnp.array(mask_embedding, dtype)
     graph, like = abstract(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype))
     return config, graph, unflatten(like, flat)
+
+
+def read_mask_embedding(directory: Path, config: DrafterConfig) -> np.ndarray | None:
+    """The vector of mask slots that some drafters bring beside their weights, or None.
+
+    The target's own row of the mask id is then about zero, and drafting with it fails silently
+    (accept length about 1). Of a .safetensors and a .pt file, the first is read.
+
+    Raises:
+      CheckpointError: If the file is damaged or belongs to another drafter; says what was expected.
+    """
+    safe, pickled = (directory / f"{MASK_EMBEDDING}{end}" for end in (".safetensors", ".pt"))
+    if safe.is_file():
+        path, tensors = safe, SafetensorsDir(safe)
+        values = {name: tensors.get(name) for name in tensors.names()}
+    elif pickled.is_file():
+        path, values = pickled, read_torch_file(pickled)
+    else:
+        return None
+    for key in ("embedding", "mask_token_id"):
+        if key not in values:
+            raise CheckpointError(f"{path}: has no {key!r}; it has {', '.join(sorted(values))}")
+    mask_id = np.asarray(values["mask_token_id"]).reshape(-1).tolist()
+    if mask_id != [config.mask_token_id]:
+        raise CheckpointError(
+            f"{path}: mask_token_id is {mask_id}, expected {config.mask_token_id} as in config.json"
+        )
+    embedding = np.asarray(values["embedding"])
+    if embedding.shape != (config.hidden_size,) or not np.isfinite(
+        embedding.astype(np.float32)
+    ).all():
+        raise CheckpointError(
+            f"{path}: 'embedding' must be {config.hidden_size} finite numbers, has shape "
+            f"{list(embedding.shape)}"
+        )
+    return embedding
 
 
 def find_drafter(checkpoint_dir: str | os.PathLike) -> Path | None:
@@ -304,11 +343,23 @@ def save_drafter(
     for key in extra:
         if key in values:
             raise CheckpointError(f"{path}: extra_config must not set {key}")
+    flat = flatten(params)
+    mask_embedding = flat.pop("mask_embedding", None)
+    side_files: dict[str, bytes | None] = dict.fromkeys(
+        (f"{MASK_EMBEDDING}.pt", f"{MASK_EMBEDDING}.safetensors")
+    )
+    if mask_embedding is not None:
+        values_of_file = {
+            "embedding": np.asarray(mask_embedding, np.dtype(dtype)),
+            "mask_token_id": np.array([config.mask_token_id], np.int64),
+        }
+        side_files[f"{MASK_EMBEDDING}.safetensors"] = safetensors.numpy.save(values_of_file)
     name_map.write_model(
         directory,
         drafter_leaves(config),
-        flatten(params),
+        flat,
         dtype=dtype,
         json_files={"config.json": values | extra},
+        side_files=side_files,
         max_shard_bytes=max_shard_bytes,
     )

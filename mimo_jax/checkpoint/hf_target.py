@@ -1,14 +1,7 @@
-"""Published target checkpoints: config.json and tensor names, in both directions.
+"""Weights of published targets, in both directions: the name map, strictness, formats.
 
-Reads MiMo-V2 in the style of the published files (`hybrid_layer_pattern`, `swa_*`) and in the
-style that transformers writes (`layer_types`, `rope_parameters` per kind), and Qwen3, Qwen3-MoE
-and Llama. Reading is strict: every tensor has a place or is on the ignore list, every parameter is
-filled, and a setting that would change the mathematics is refused by name.
-
-Traps: the two MiMo styles mean the same window (keys that a query sees, itself included), but
-transformers reads the published `sliding_window_size` as one more, so it is never written;
-transformers derives the sliding KV heads as twice the global ones, so other models cannot be
-written in its style; `attention_value_scale` has no safe default.
+Every tensor has a place or is on the ignore list, every parameter is filled. How tensors are
+stored (FP8 blocks, a fused qkv) is the business of `decoded.py`; MXFP4 experts stay packed.
 """
 
 import os
@@ -18,30 +11,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mimo_jax.checkpoint import name_map
-from mimo_jax.checkpoint.json_config import (
-    Keys,
-    read_json,
-    read_rope,
-    rope_to_json,
-    rotary_factor,
-)
-from mimo_jax.checkpoint.name_map import Leaf
+from mimo_jax.checkpoint.decoded import PLAIN, QKV_LAYOUTS, DecodedTensors, QkvLayout
+from mimo_jax.checkpoint.hf_target_config import target_config_from_json, target_config_to_json
+from mimo_jax.checkpoint.json_config import read_json
+from mimo_jax.checkpoint.name_map import FLOAT32, Leaf
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError, SafetensorsDir
-from mimo_jax.config import (
-    GLOBAL,
-    SLIDING,
-    AttentionConfig,
-    ConfigError,
-    MoeConfig,
-    TargetConfig,
-)
+from mimo_jax.config import SLIDING, TargetConfig
+from mimo_jax.models.mtp import MtpHead, mtp_layer_config
 from mimo_jax.models.params import abstract, flatten, unflatten
 from mimo_jax.models.target import Target
 
-LAYER_TYPES = {"full_attention": GLOBAL, "sliding_attention": SLIDING}
-_TYPE_OF_KIND = {kind: name for name, kind in LAYER_TYPES.items()}
-
 # Tensors that a text-only load leaves aside: draft heads, other towers, derived tables.
+MTP_PREFIX = "model.mtp.layers."
 IGNORED_PREFIXES = (
     "model.mtp.",
     "visual.",
@@ -52,212 +33,6 @@ IGNORED_PREFIXES = (
     "speech_embeddings.",
 )
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-
-
-def _refuse_unsupported(keys: Keys) -> None:
-    """Settings of all families that would change the forward pass."""
-    keys.allow("hidden_act", "silu")
-    keys.allow("attention_bias", False)
-    keys.allow("mlp_bias", False)
-
-
-def _mimo_moe(keys: Keys, is_moe_layer: tuple[bool, ...]) -> MoeConfig | None:
-    if not any(is_moe_layer):
-        return None
-    keys.allow("scoring_func", "sigmoid")
-    keys.allow("topk_method", "noaux_tc")
-    keys.allow("norm_topk_prob", True)
-    keys.allow("n_group", 1)
-    keys.allow("topk_group", 1)
-    keys.allow("n_shared_experts", 0)
-    return MoeConfig(
-        num_experts=keys.integer("n_routed_experts"),
-        top_k=keys.integer("num_experts_per_tok"),
-        hidden_size=keys.integer("moe_intermediate_size"),
-        routed_scale=keys.number("routed_scaling_factor", 1.0),
-    )
-
-
-def _published_geometry(keys: Keys, kind: str) -> AttentionConfig:
-    """Attention of one kind from the flat keys of the published files."""
-    is_sliding = kind == SLIDING
-    head_dim = keys.integer("head_dim")
-    v_head_dim = keys.integer("v_head_dim", head_dim)
-    num_heads = keys.integer("num_attention_heads")
-    window = None
-    if is_sliding:
-        head_dim = keys.integer("swa_head_dim", head_dim)
-        v_head_dim = keys.integer("swa_v_head_dim", v_head_dim)
-        num_heads = keys.integer("swa_num_attention_heads", num_heads)
-        window = keys.integer("sliding_window", None)
-        same = keys.integer("sliding_window_size", window)
-        window = same if window is None else window
-        if window is None or same != window:
-            raise keys.error("sliding_window", f"is {window}, but sliding_window_size is {same}")
-    return AttentionConfig(
-        num_heads=num_heads,
-        num_kv_heads=keys.integer(
-            "swa_num_key_value_heads" if is_sliding else "num_key_value_heads"
-        ),
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        rope_theta=keys.number("swa_rope_theta" if is_sliding else "rope_theta"),
-        rope_dim=int(head_dim * keys.number("partial_rotary_factor", 1.0)),
-        window=window,
-        has_sink=keys.flag(
-            "add_swa_attention_sink_bias" if is_sliding else "add_full_attention_sink_bias", False
-        ),
-    )
-
-
-def _transformers_geometry(keys: Keys, kind: str) -> AttentionConfig:
-    """Attention of one kind from the keys that transformers writes."""
-    is_sliding = kind == SLIDING
-    if keys.has("sliding_window_size"):
-        raise keys.error(
-            "sliding_window_size", "is not supported beside layer_types; allowed: sliding_window"
-        )
-    rope = keys.nested("rope_parameters").nested(_TYPE_OF_KIND[kind])
-    rope.allow("rope_type", "default")
-    factor = rope.number("partial_rotary_factor", None)
-    factor = keys.number("partial_rotary_factor") if factor is None else factor
-    head_dim = keys.integer("head_dim")
-    return AttentionConfig(
-        num_heads=keys.integer("num_attention_heads"),
-        num_kv_heads=keys.integer("num_key_value_heads") * (2 if is_sliding else 1),
-        head_dim=head_dim,
-        v_head_dim=keys.integer("v_head_dim", head_dim),
-        rope_theta=rope.number("rope_theta"),
-        rope_dim=int(head_dim * factor),
-        window=keys.integer("sliding_window") if is_sliding else None,
-        has_sink=is_sliding,
-    )
-
-
-def _mimo_config(keys: Keys) -> TargetConfig:
-    num_layers = keys.integer("num_hidden_layers")
-    if keys.has("hybrid_layer_pattern"):
-        if keys.has("layer_types"):
-            raise keys.error("layer_types", "stands beside hybrid_layer_pattern; allowed: one")
-        keys.allow("rope_scaling")
-        kinds = keys.layers("hybrid_layer_pattern", {0: GLOBAL, 1: SLIDING}, num_layers)
-        is_moe_layer = keys.layers("moe_layer_freq", {0: False, 1: True}, num_layers)
-        norm_eps, geometry_of = keys.number("layernorm_epsilon"), _published_geometry
-    else:
-        kinds = keys.layers("layer_types", LAYER_TYPES, num_layers)
-        is_moe_layer = keys.layers("mlp_layer_types", {"dense": False, "sparse": True}, num_layers)
-        norm_eps, geometry_of = keys.number("rms_norm_eps"), _transformers_geometry
-    return TargetConfig(
-        vocab_size=keys.integer("vocab_size"),
-        hidden_size=keys.integer("hidden_size"),
-        layer_kinds=kinds,
-        attention={kind: geometry_of(keys, kind) for kind in sorted(set(kinds))},
-        dense_hidden_size=keys.integer("intermediate_size"),
-        moe=_mimo_moe(keys, is_moe_layer),
-        is_moe_layer=is_moe_layer,
-        value_scale=keys.number("attention_value_scale"),
-        norm_eps=norm_eps,
-        tie_embeddings=keys.flag("tie_word_embeddings", False),
-        max_position=keys.integer("max_position_embeddings"),
-    )
-
-
-def _dense_kinds(keys: Keys, num_layers: int) -> tuple[str, ...]:
-    """Layer kinds of a Qwen3: an explicit list, or the layers from max_window_layers on."""
-    kinds = keys.layers("layer_types", LAYER_TYPES, num_layers, None)
-    if kinds is not None:
-        return kinds
-    if not keys.flag("use_sliding_window", False) or not keys.has("sliding_window"):
-        return (GLOBAL,) * num_layers
-    first = min(keys.integer("max_window_layers", 28), num_layers)
-    return (GLOBAL,) * first + (SLIDING,) * (num_layers - first)
-
-
-def _simple_config(keys: Keys, model_type: str) -> TargetConfig:
-    """Qwen3, Qwen3-MoE and Llama: one geometry, plain RoPE over whole heads by default."""
-    num_layers = keys.integer("num_hidden_layers")
-    num_heads = keys.integer("num_attention_heads")
-    default_head_dim = keys.integer("hidden_size") // num_heads
-    head_dim = keys.integer("head_dim", 128 if model_type == "qwen3" else default_head_dim)
-    theta, scaling, factor = read_rope(keys)
-    factor = keys.number("partial_rotary_factor", 1.0) if factor is None else factor
-    kinds = (GLOBAL,) * num_layers
-    if model_type == "qwen3":
-        kinds = _dense_kinds(keys, num_layers)
-    else:
-        keys.allow("use_sliding_window", False)
-        if SLIDING in (keys.layers("layer_types", LAYER_TYPES, num_layers, None) or ()):
-            raise keys.error("layer_types", f"of a {model_type} allow only 'full_attention'")
-    moe, is_moe_layer = None, (False,) * num_layers
-    if model_type == "qwen3_moe":
-        keys.allow("norm_topk_prob", True)
-        if not keys.has("norm_topk_prob"):
-            raise keys.error("norm_topk_prob", "is missing (means false); allowed: True")
-        dense = keys.items("mlp_only_layers", int, ())
-        step = keys.integer("decoder_sparse_step", 1)
-        if step < 1:
-            raise keys.error("decoder_sparse_step", f"is {step}, must be >= 1")
-        is_moe_layer = tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
-        moe = MoeConfig(
-            num_experts=keys.integer("num_experts"),
-            top_k=keys.integer("num_experts_per_tok"),
-            hidden_size=keys.integer("moe_intermediate_size"),
-            scoring="softmax",
-        )
-    attention = {
-        kind: AttentionConfig(
-            num_heads=num_heads,
-            num_kv_heads=keys.integer("num_key_value_heads", num_heads),
-            head_dim=head_dim,
-            v_head_dim=head_dim,
-            rope_theta=theta,
-            rope_dim=int(head_dim * factor),
-            window=keys.integer("sliding_window") if kind == SLIDING else None,
-            rope_scaling=scaling,
-        )
-        for kind in sorted(set(kinds))
-    }
-    return TargetConfig(
-        vocab_size=keys.integer("vocab_size"),
-        hidden_size=keys.integer("hidden_size"),
-        layer_kinds=kinds,
-        attention=attention,
-        dense_hidden_size=keys.integer("intermediate_size"),
-        moe=moe,
-        is_moe_layer=is_moe_layer,
-        use_qk_norm=model_type != "llama",
-        norm_eps=keys.number("rms_norm_eps", 1e-6),
-        tie_embeddings=keys.flag("tie_word_embeddings", False),
-        max_position=keys.integer("max_position_embeddings"),
-    )
-
-
-def target_config_from_json(values: dict, path: str | os.PathLike = "config.json") -> TargetConfig:
-    """The target that a config.json describes; looks at no weights.
-
-    Args:
-      values: Parsed config.json.
-      path: Where it came from, for messages.
-
-    Raises:
-      CheckpointError: On an unknown model_type, a missing key, or a value that is not supported.
-
-    Example: {"model_type": "mimo_v2", ...} is understood here, though its fused and quantized
-      weights cannot be loaded yet.
-    """
-    keys = Keys(values, path)
-    allowed = ("mimo_v2_flash", "mimo_v2", "qwen3", "qwen3_moe", "llama")
-    keys.allow("model_type", *allowed)
-    model_type = values.get("model_type")
-    if model_type is None:
-        raise keys.error("model_type", f"is missing; allowed: {', '.join(allowed)}")
-    _refuse_unsupported(keys)
-    try:
-        if model_type in ("mimo_v2_flash", "mimo_v2"):
-            return _mimo_config(keys)
-        return _simple_config(keys, model_type)
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from error
 
 
 def target_leaves(config: TargetConfig) -> list[Leaf]:
@@ -272,9 +47,30 @@ def target_leaves(config: TargetConfig) -> list[Leaf]:
     return leaves
 
 
-def _layer_leaves(config: TargetConfig, layer_idx: int) -> list[Leaf]:
+def mtp_leaves(config: TargetConfig, head_idx: int) -> list[Leaf]:
+    """The name map of one MTP head."""
+    d, theirs = config.hidden_size, f"{MTP_PREFIX}{head_idx}."
+    layer = _layer_leaves(
+        mtp_layer_config(config), 0, theirs=theirs, ffn_norm="pre_mlp_layernorm"
+    )
+    return layer + [
+        name_map.plain("embedding_norm", theirs + "enorm.weight", d),
+        name_map.plain("hidden_norm", theirs + "hnorm.weight", d),
+        name_map.columns("w_combine", 2 * d, {theirs + "eh_proj.weight": d}),
+        name_map.plain("final_norm", theirs + "final_layernorm.weight", d),
+    ]
+
+
+def _layer_leaves(
+    config: TargetConfig,
+    layer_idx: int,
+    *,
+    theirs: str | None = None,
+    ffn_norm: str = "post_attention_layernorm",
+) -> list[Leaf]:
     d, a = config.hidden_size, config.layer_attention(layer_idx)
-    ours, theirs = f"layers.{layer_idx}.", f"model.layers.{layer_idx}."
+    ours = f"layers.{layer_idx}."
+    theirs = theirs or f"model.layers.{layer_idx}."
     attn, mlp = theirs + "self_attn.", theirs + "mlp."
     q, k, v = a.qkv_widths
     leaves = [
@@ -285,7 +81,7 @@ def _layer_leaves(config: TargetConfig, layer_idx: int) -> list[Leaf]:
             {attn + "q_proj.weight": q, attn + "k_proj.weight": k, attn + "v_proj.weight": v},
         ),
         name_map.columns(ours + "w_out", a.out_width, {attn + "o_proj.weight": d}),
-        name_map.plain(ours + "ffn_norm", theirs + "post_attention_layernorm.weight", d),
+        name_map.plain(ours + "ffn_norm", f"{theirs}{ffn_norm}.weight", d),
     ]
     if config.use_qk_norm:
         leaves += [
@@ -303,14 +99,22 @@ def _layer_leaves(config: TargetConfig, layer_idx: int) -> list[Leaf]:
             name_map.columns(ours + "w_down", f, {mlp + "down_proj.weight": d}),
         ]
     e, f = moe.num_experts, moe.hidden_size
-    leaves.append(name_map.columns(ours + "w_router", d, {mlp + "gate.weight": e}, is_float32=True))
+    leaves.append(name_map.columns(ours + "w_router", d, {mlp + "gate.weight": e}, dtype=FLOAT32))
     bias = ours + "selection_bias"
     if moe.scoring == "sigmoid":
         source = mlp + "gate.e_score_correction_bias"
-        leaves.append(name_map.plain(bias, source, e, is_float32=True))
+        leaves.append(name_map.plain(bias, source, e, dtype=FLOAT32))
     else:
         leaves.append(name_map.zeros(bias, e))
     theirs = mlp + "experts.{}."
+    if moe.is_mxfp4:
+        return leaves + [
+            leaf
+            for name, width_in, width_out in (("gate", d, f), ("up", d, f), ("down", f, d))
+            for leaf in name_map.mxfp4_experts(
+                f"{ours}experts_{name}", e, width_in, width_out, f"{theirs}{name}_proj.weight"
+            )
+        ]
     return leaves + [
         name_map.experts(ours + "experts_gate", e, d, f, theirs + "gate_proj.weight", stack_axis=1),
         name_map.experts(ours + "experts_up", e, d, f, theirs + "up_proj.weight", stack_axis=1),
@@ -318,16 +122,47 @@ def _layer_leaves(config: TargetConfig, layer_idx: int) -> list[Leaf]:
     ]
 
 
-def load_target(directory: str | os.PathLike, dtype=None):
-    """A target from a published checkpoint directory.
+def qkv_layouts(
+    values: dict, config: TargetConfig, tensors: SafetensorsDir, override: str | None = None
+) -> dict[str, QkvLayout]:
+    """How each layer's projections are stored, by prefix; see `decoded.py`.
+
+    MiMo files come from as many training shards as num_key_value_heads says, which is nowhere
+    written down beside the weights; re-exported files may hold a plain [Q; K; V] under the same
+    names and shapes, so that is believed only when the caller says so (`override`).
+    """
+    num_chunks = 1
+    if values.get("model_type") in ("mimo_v2", "mimo_v2_flash") and override != PLAIN:
+        num_chunks = int(values["num_key_value_heads"])
+    layouts = {
+        f"model.layers.{i}.self_attn.": QkvLayout(config.layer_attention(i).qkv_widths, num_chunks)
+        for i in range(config.num_layers)
+    }
+    if SLIDING in config.attention:
+        widths = config.attention[SLIDING].qkv_widths
+        for i in range(num_mtp_layers(tensors)):
+            layouts[f"{MTP_PREFIX}{i}.self_attn."] = QkvLayout(widths, num_chunks)
+    return layouts
+
+
+def num_mtp_layers(tensors: SafetensorsDir) -> int:
+    """MTP heads in the files; the published configs do not count them."""
+    numbers = {
+        name.removeprefix(MTP_PREFIX).split(".")[0]
+        for name in tensors.names()
+        if name.startswith(MTP_PREFIX)
+    }
+    return len(numbers)
+
+
+def open_target(
+    directory: str | os.PathLike, *, qkv_layout: str | None = None
+) -> tuple[TargetConfig, DecodedTensors]:
+    """Config and tensors of a directory, every header checked, no weight read.
 
     Args:
       directory: Holds config.json and the safetensors.
-      dtype: Of the parameters; default: that of the embedding in the file. The router and its
-        bias are float32 always.
-
-    Returns:
-      (TargetConfig, graph, params) as `models.params.split` gives them.
+      qkv_layout: "chunked" or "plain" instead of what the config implies; see `qkv_layouts`.
 
     Raises:
       CheckpointError: One line naming file and key.
@@ -335,190 +170,77 @@ def load_target(directory: str | os.PathLike, dtype=None):
     path = Path(directory) / "config.json"
     values = read_json(path)
     config = target_config_from_json(values, path)
-    for key, why in (
-        ("quantization_config", "quantized weights are not supported yet; allowed: null"),
-        ("attention_projection_layout", "fused layouts are not supported yet; allowed: null"),
-    ):
-        if values.get(key) not in (None, "split"):
-            raise CheckpointError(f"{path}: {key}: {why}")
+    if qkv_layout not in (None, *QKV_LAYOUTS):
+        allowed = ", ".join(QKV_LAYOUTS)
+        raise CheckpointError(f"qkv layout {qkv_layout!r} is unknown; allowed: {allowed}")
+    layout = values.get("attention_projection_layout")
+    if layout not in (None, "split", "fused_qkv"):
+        raise CheckpointError(
+            f"{path}: attention_projection_layout {layout!r} is not supported; allowed: null, "
+            "'split', 'fused_qkv'"
+        )
     tensors = SafetensorsDir(directory)
-    name_map.refuse_quantized(tensors)
+    return config, DecodedTensors(tensors, qkv_layouts(values, config, tensors, qkv_layout))
 
-    def is_ignored(name: str) -> bool:
-        if config.tie_embeddings and name == "lm_head.weight":
-            return True
-        return name.startswith(IGNORED_PREFIXES) or name.endswith(IGNORED_SUFFIXES)
 
-    if dtype is None:
+def is_ignored(config: TargetConfig, name: str) -> bool:
+    """Whether a tensor of the files is expected to have no place in the text backbone."""
+    if config.tie_embeddings and name == "lm_head.weight":
+        return True
+    return name.startswith(IGNORED_PREFIXES) or name.endswith(IGNORED_SUFFIXES)
+
+
+def load_target(directory: str | os.PathLike, dtype=None, *, qkv_layout: str | None = None):
+    """A target from a published checkpoint directory.
+
+    FP8 weights are decoded; MXFP4 experts stay packed.
+
+    Args:
+      directory: Holds config.json and the safetensors.
+      dtype: Of the parameters; default: that of the embedding in the file. The router and its
+        bias are float32 always.
+      qkv_layout: See `open_target`.
+
+    Returns:
+      (TargetConfig, graph, params) as `models.params.split` gives them.
+
+    Raises:
+      CheckpointError: One line naming file and key.
+    """
+    config, tensors = open_target(directory, qkv_layout=qkv_layout)
+    if dtype is None and "model.embed_tokens.weight" in tensors:
         dtype = tensors.dtype("model.embed_tokens.weight")
-    flat = name_map.read_leaves(tensors, target_leaves(config), dtype, is_ignored=is_ignored)
+    flat = name_map.read_leaves(
+        tensors, target_leaves(config), dtype, is_ignored=lambda name: is_ignored(config, name)
+    )
     graph, like = abstract(lambda: Target(config, rngs=nnx.Rngs(0), dtype=dtype))
     return config, graph, unflatten(like, flat)
 
 
-def _model_type(config: TargetConfig) -> str:
-    if config.use_qk_norm:
-        return "qwen3" if config.moe is None else "qwen3_moe"
-    a = config.attention.get(GLOBAL)
-    is_llama = (
-        a is not None
-        and SLIDING not in config.layer_kinds
-        and config.moe is None
-        and a.v_head_dim == a.head_dim == a.rope_dim
-        and not a.has_sink
-        and config.value_scale == 1.0
-    )
-    return "llama" if is_llama else "mimo_v2_flash"
+def load_mtp_heads(directory: str | os.PathLike, dtype=None, *, qkv_layout: str | None = None):
+    """The MTP heads of a published checkpoint directory.
 
+    Args:
+      directory: As `load_target`.
+      dtype: As `load_target`.
+      qkv_layout: As `load_target`.
 
-def _require(condition: bool, path, message: str) -> None:
-    if not condition:
-        raise CheckpointError(f"{path}: {message}")
-
-
-def _mimo_json(config: TargetConfig, path) -> dict:
-    """Keys that transformers' MiMoV2FlashForCausalLM reads."""
-    used = {kind: config.attention[kind] for kind in dict.fromkeys(config.layer_kinds)}
-    first = next(iter(used.values()))
-    for name in ("num_heads", "head_dim", "v_head_dim"):
-        _require(
-            len({getattr(a, name) for a in used.values()}) == 1,
-            path,
-            f"mimo_v2_flash needs the same {name} on global and sliding layers",
-        )
-    num_kv_heads = used[GLOBAL].num_kv_heads if GLOBAL in used else first.num_kv_heads // 2
-    if SLIDING in used:
-        _require(
-            used[SLIDING].num_kv_heads == 2 * num_kv_heads,
-            path,
-            f"mimo_v2_flash needs twice as many KV heads on sliding layers as on global ones, got "
-            f"{used[SLIDING].num_kv_heads} and {num_kv_heads}",
-        )
-    for kind, a in used.items():
-        _require(
-            a.has_sink == (kind == SLIDING),
-            path,
-            "mimo_v2_flash needs sinks on sliding layers and only there",
-        )
-        _require(a.rope_scaling is None, path, "mimo_v2_flash has no RoPE scaling")
-    _require(not config.tie_embeddings, path, "mimo_v2_flash needs an untied head")
-    values = {
-        "architectures": ["MiMoV2FlashForCausalLM"],
-        "layer_types": [_TYPE_OF_KIND[kind] for kind in config.layer_kinds],
-        "mlp_layer_types": ["sparse" if is_moe else "dense" for is_moe in config.is_moe_layer],
-        "num_attention_heads": first.num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": first.head_dim,
-        "v_head_dim": first.v_head_dim,
-        "attention_value_scale": config.value_scale,
-        "rope_parameters": {
-            _TYPE_OF_KIND[kind]: {
-                "rope_theta": float(a.rope_theta),
-                "rope_type": "default",
-                "partial_rotary_factor": rotary_factor(a.rope_dim, a.head_dim),
-            }
-            for kind, a in used.items()
-        },
-    }
-    if SLIDING in used:
-        values["sliding_window"] = used[SLIDING].window
-    if config.moe is not None:
-        _require(config.moe.scoring == "sigmoid", path, "mimo_v2_flash needs sigmoid scores")
-        values |= {
-            "n_routed_experts": config.moe.num_experts,
-            "num_experts_per_tok": config.moe.top_k,
-            "moe_intermediate_size": config.moe.hidden_size,
-            "routed_scaling_factor": config.moe.routed_scale,
-            "norm_topk_prob": True,
-            "n_group": 1,
-            "topk_group": 1,
-        }
-    return values
-
-
-def _simple_json(config: TargetConfig, model_type: str, path) -> dict:
-    """Keys of Qwen3, Qwen3-MoE and Llama."""
-    used = {kind: config.attention[kind] for kind in dict.fromkeys(config.layer_kinds)}
-    a = next(iter(used.values()))
-    for other in used.values():
-        for name in ("num_heads", "num_kv_heads", "head_dim", "rope_theta", "rope_dim"):
-            _require(
-                getattr(other, name) == getattr(a, name),
-                path,
-                f"{model_type} needs the same {name} on global and sliding layers",
-            )
-        _require(not other.has_sink, path, f"{model_type} has no sinks")
-        _require(
-            other.v_head_dim == other.head_dim == other.rope_dim,
-            path,
-            f"{model_type} needs head_dim == v_head_dim == rope_dim",
-        )
-        _require(other.rope_scaling == a.rope_scaling, path, f"{model_type} needs one RoPE scaling")
-    _require(config.value_scale == 1.0, path, f"{model_type} has no value scale")
-    architecture = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "llama": "Llama"}[model_type]
-    values = {
-        "architectures": [f"{architecture}ForCausalLM"],
-        "num_attention_heads": a.num_heads,
-        "num_key_value_heads": a.num_kv_heads,
-        "head_dim": a.head_dim,
-        "rope_parameters": rope_to_json(a.rope_theta, a.rope_scaling),
-    }
-    is_sliding = SLIDING in used
-    if model_type == "qwen3":
-        values |= {
-            "layer_types": [_TYPE_OF_KIND[kind] for kind in config.layer_kinds],
-            "use_sliding_window": is_sliding,
-            "sliding_window": used[SLIDING].window if is_sliding else None,
-        }
-    else:
-        _require(not is_sliding, path, f"{model_type} has no sliding layers")
-    if model_type == "llama":
-        values["mlp_bias"] = False
-    moe = config.moe
-    if moe is not None:
-        _require(moe.scoring == "softmax", path, "qwen3_moe needs softmax scores")
-        _require(moe.routed_scale == 1.0, path, "qwen3_moe has no routed scale")
-        dense = [i for i, is_moe in enumerate(config.is_moe_layer) if not is_moe]
-        values |= {
-            "num_experts": moe.num_experts,
-            "num_experts_per_tok": moe.top_k,
-            "moe_intermediate_size": moe.hidden_size,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": dense,
-            "use_sliding_window": False,
-        }
-    return values
-
-
-def target_config_to_json(
-    config: TargetConfig, dtype, path: str | os.PathLike = "config.json"
-) -> dict:
-    """config.json of a target in the family that its features ask for.
+    Returns:
+      (graph, params) per head, in order; empty when the files hold none.
 
     Raises:
-      CheckpointError: If no published family can express it; says what is in the way.
+      CheckpointError: One line naming file and key.
     """
-    model_type = _model_type(config)
-    if model_type == "mimo_v2_flash":
-        values = _mimo_json(config, path)
-    else:
-        values = _simple_json(config, model_type, path)
-    return values | {
-        "model_type": model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.dense_hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "max_position_embeddings": config.max_position,
-        "dtype": jnp.dtype(dtype).name,
-        "use_cache": True,
-    }
+    config, tensors = open_target(directory, qkv_layout=qkv_layout)
+    if dtype is None and "model.embed_tokens.weight" in tensors:
+        dtype = tensors.dtype("model.embed_tokens.weight")
+    heads = []
+    for i in range(num_mtp_layers(tensors.tensors)):
+        others = lambda name, i=i: not name.startswith(f"{MTP_PREFIX}{i}.")
+        flat = name_map.read_leaves(tensors, mtp_leaves(config, i), dtype, is_ignored=others)
+        graph, like = abstract(lambda: MtpHead(config, rngs=nnx.Rngs(0), dtype=dtype))
+        heads.append((graph, unflatten(like, flat)))
+    return heads
 
 
 def save_target(
@@ -548,7 +270,8 @@ def save_target(
     path = Path(directory) / "config.json"
     values, extra = target_config_to_json(config, dtype, path), dict(extra_config or {})
     for key in extra:
-        _require(key not in values, path, f"extra_config must not set {key}")
+        if key in values:
+            raise CheckpointError(f"{path}: extra_config must not set {key}")
     generation = {key: extra[key] for key in ("bos_token_id", "pad_token_id") if key in extra}
     if extra.get("eos_token_id") is not None:
         eos = extra["eos_token_id"]

@@ -2,7 +2,7 @@
 
 Null and missing are the same thing, as in the published loaders. Unknown keys are not an error:
 published configs are full of settings of no consequence; what would change the mathematics is
-refused by name in `hf_target.py` and `hf_drafter.py`.
+refused by name in `hf_target_config.py` and `hf_drafter.py`.
 """
 
 import os

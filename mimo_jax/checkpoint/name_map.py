@@ -13,14 +13,17 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from mimo_jax.checkpoint.safetensors_reader import CheckpointError, SafetensorsDir, nearest
+from mimo_jax.checkpoint.safetensors_reader import CheckpointError, nearest
+from pallas_kernels.formats import MX_GROUP_LEN
 
+_BYTE_DTYPES = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e8m0fnu))
 _FLOAT_DTYPES = tuple(np.dtype(d) for d in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
 
 
@@ -35,7 +38,8 @@ class Leaf:
       num_stacked: Experts in the stack; 0 = no stack.
       stack_axis: Where the experts' axis stands in the parameter, 0 or 1.
       is_plain: Copied as it stands instead of transposed.
-      is_float32: float32 whatever the dtype of the model (router and its bias).
+      dtype: Of its own whatever the dtype of the model: float32 for the router and its bias, uint8
+        for packed experts; None = the model's.
     """
 
     name: str
@@ -44,12 +48,12 @@ class Leaf:
     num_stacked: int = 0
     stack_axis: int = 0
     is_plain: bool = False
-    is_float32: bool = False
+    dtype: np.dtype | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         if self.is_plain:
-            return self.shapes[0]
+            return (self.num_stacked, *self.shapes[0]) if self.num_stacked else self.shapes[0]
         shape = [self.shapes[0][1], sum(out for out, _ in self.shapes)]
         if self.num_stacked:
             shape.insert(self.stack_axis, self.num_stacked)
@@ -60,6 +64,8 @@ class Leaf:
 
     def _slot(self, source_idx: int):
         """Index of one source in the parameter."""
+        if self.is_plain:
+            return (source_idx,) if self.num_stacked else ()
         expert_idx, part_idx = divmod(source_idx, len(self.shapes))
         first = sum(out for out, _ in self.shapes[:part_idx])
         part = slice(first, first + self.shapes[part_idx][0])
@@ -72,25 +78,28 @@ class Leaf:
         """The parameter from its sources."""
         value = np.zeros(self.shape, dtype)
         for source_idx, tensor in enumerate(tensors):
-            if self.is_plain:
-                value[...] = tensor
-            else:
-                value[self._slot(source_idx)] = tensor.T
+            value[self._slot(source_idx)] = tensor if self.is_plain else tensor.T
         return value
 
     def take_apart(self, value: np.ndarray, source_idx: int) -> np.ndarray:
         """One source from the parameter: the inverse of `assemble`."""
-        return value if self.is_plain else value[self._slot(source_idx)].T
+        part = value[self._slot(source_idx)]
+        return part if self.is_plain else part.T
 
 
-def plain(name: str, source: str, *shape: int, is_float32: bool = False) -> Leaf:
-    return Leaf(name, (source,), (shape,), is_plain=True, is_float32=is_float32)
+FLOAT32, UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
 
 
-def columns(name: str, width_in: int, parts: dict[str, int], *, is_float32: bool = False) -> Leaf:
+def plain(name: str, source: str, *shape: int, dtype: np.dtype | None = None) -> Leaf:
+    return Leaf(name, (source,), (shape,), is_plain=True, dtype=dtype)
+
+
+def columns(
+    name: str, width_in: int, parts: dict[str, int], *, dtype: np.dtype | None = None
+) -> Leaf:
     """Matrices [out, width_in] side by side: parts maps tensor name -> out."""
     shapes = tuple((out, width_in) for out in parts.values())
-    return Leaf(name, tuple(parts), shapes, is_float32=is_float32)
+    return Leaf(name, tuple(parts), shapes, dtype=dtype)
 
 
 def experts(
@@ -102,12 +111,43 @@ def experts(
     return Leaf(name, sources, (shape,), num_stacked=num_experts, stack_axis=stack_axis)
 
 
+def mxfp4_experts(
+    name: str, num_experts: int, width_in: int, width_out: int, source: str
+) -> list[Leaf]:
+    """Packed matrices [width_out, width_in] of all experts and their scales, as they stand."""
+    parts = {"": (source, width_in // 2), "_scale": (source + "_scale", width_in // MX_GROUP_LEN)}
+    return [
+        Leaf(
+            name + suffix,
+            tuple(part.format(i) for i in range(num_experts)),
+            ((width_out, width),),
+            num_stacked=num_experts,
+            is_plain=True,
+            dtype=UINT8,
+        )
+        for suffix, (part, width) in parts.items()
+    ]
+
+
 def zeros(name: str, *shape: int) -> Leaf:
     """A float32 parameter that the files do not have."""
-    return Leaf(name, (), (shape,), is_plain=True, is_float32=True)
+    return Leaf(name, (), (shape,), is_plain=True, dtype=FLOAT32)
 
 
-def _check_names(leaves: list[Leaf], tensors: SafetensorsDir, alias: dict, is_ignored) -> None:
+@runtime_checkable
+class Tensors(Protocol):
+    """What the name map reads: `SafetensorsDir` or `DecodedTensors`."""
+
+    path: Path
+
+    def names(self) -> list[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> np.dtype: ...
+    def file_of(self, name: str) -> Path: ...
+    def get(self, name: str) -> np.ndarray: ...
+
+
+def _check_names(leaves: list[Leaf], tensors: Tensors, alias: dict, is_ignored) -> None:
     wanted = {source for leaf in leaves for source in leaf.sources}
     unused = sorted(name for name in alias if name not in wanted and not is_ignored(name))
     missing = [source for leaf in leaves for source in leaf.sources if source not in alias]
@@ -123,20 +163,8 @@ def _check_names(leaves: list[Leaf], tensors: SafetensorsDir, alias: dict, is_ig
         )
 
 
-def refuse_quantized(tensors: SafetensorsDir) -> None:
-    """One clear line for weights that are not plain floats."""
-    for name in tensors.names():
-        if "_scale" in name.rsplit(".", 1)[-1] or (
-            name.endswith("weight") and tensors.dtype(name) not in _FLOAT_DTYPES
-        ):
-            raise CheckpointError(
-                f"{tensors.file_of(name)}: {name!r} is {tensors.dtype(name)}: quantized weights "
-                "(FP8, MXFP4) are not supported yet; allowed: float32, float16, bfloat16"
-            )
-
-
 def read_leaves(
-    tensors: SafetensorsDir,
+    tensors: Tensors,
     leaves: list[Leaf],
     dtype,
     *,
@@ -153,8 +181,22 @@ def read_leaves(
       prefix: May stand before any tensor name.
 
     Raises:
-      CheckpointError: If a tensor is missing, has another shape, or has no place in the model.
+      CheckpointError: If a tensor is missing, has another shape, is no plain float where one is
+        needed (or no bytes where they are), or has no place in the model.
     """
+    alias = check_leaves(tensors, leaves, is_ignored=is_ignored, prefix=prefix)
+    flat = {}
+    for leaf in leaves:
+        sources = [tensors.get(alias[source]) for source in leaf.sources]
+        value = leaf.assemble(sources, leaf.dtype or np.dtype(dtype))
+        flat[leaf.name] = jnp.array(value)
+    return flat
+
+
+def check_leaves(
+    tensors: Tensors, leaves: list[Leaf], *, is_ignored=lambda name: False, prefix: str = ""
+) -> dict[str, str]:
+    """Raises as `read_leaves` does, reading no weight; returns source -> name in the files."""
     alias = {}
     for name in tensors.names():
         short = name.removeprefix(prefix)
@@ -172,15 +214,17 @@ def read_leaves(
                     f"{tensors.file_of(alias[source])}: {source!r} has shape {list(shape)}, "
                     f"expected {list(expected)}"
                 )
-    flat = {}
-    for leaf in leaves:
-        sources = [tensors.get(alias[source]) for source in leaf.sources]
-        value = leaf.assemble(sources, np.float32 if leaf.is_float32 else np.dtype(dtype))
-        flat[leaf.name] = jnp.array(value)
-    return flat
+            dtype = tensors.dtype(alias[source])
+            if dtype not in (_BYTE_DTYPES if leaf.dtype == UINT8 else _FLOAT_DTYPES):
+                allowed = "uint8" if leaf.dtype == UINT8 else "float32, float16, bfloat16, FP8"
+                raise CheckpointError(
+                    f"{tensors.file_of(alias[source])}: {source!r} is {dtype}; allowed: {allowed}"
+                )
+    return alias
 
 
-def _write_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
+    """A file that is whole or absent."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.write(data)
@@ -212,6 +256,7 @@ def write_model(
     *,
     dtype,
     json_files: dict[str, dict],
+    side_files: dict[str, bytes | None] | None = None,
     max_shard_bytes: int,
 ) -> None:
     """Writes sharded safetensors, their index, and the JSON files with config.json last.
@@ -224,6 +269,7 @@ def write_model(
       flat: Parameters by name.
       dtype: Of all tensors that are not float32 by declaration.
       json_files: File name -> content; must hold config.json.
+      side_files: File name -> content, or None to remove an earlier one.
       max_shard_bytes: A shard is cut before it would grow larger.
 
     Raises:
@@ -247,7 +293,7 @@ def write_model(
             raise CheckpointError(
                 f"{directory}: parameter {leaf.name!r} is not zero, and the format cannot store it"
             )
-        item_bytes = 4 if leaf.is_float32 else dtype.itemsize
+        item_bytes = (leaf.dtype or dtype).itemsize
         for source_idx, source in enumerate(leaf.sources):
             places[source] = (leaf, source_idx)
             sizes[source] = math.prod(leaf.source_shape(source_idx)) * item_bytes
@@ -262,14 +308,18 @@ def write_model(
         for source in shard:
             leaf, source_idx = places[source]
             value = leaf.take_apart(np.asarray(flat[leaf.name]), source_idx)
-            item = np.dtype(np.float32) if leaf.is_float32 else dtype
-            tensors[source] = np.ascontiguousarray(value, item)
+            tensors[source] = np.ascontiguousarray(value, leaf.dtype or dtype)
             weight_map[source] = file
-        _write_file(directory / file, safetensors.numpy.save(tensors, {"format": "pt"}))
+        write_file(directory / file, safetensors.numpy.save(tensors, {"format": "pt"}))
     for old in [*directory.glob("model-*-of-*.safetensors"), directory / "model.safetensors"]:
         if old.name not in kept:
             old.unlink(missing_ok=True)
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-    _write_file(directory / "model.safetensors.index.json", _json_bytes(index))
+    write_file(directory / "model.safetensors.index.json", _json_bytes(index))
+    for name, data in (side_files or {}).items():
+        if data is None:
+            (directory / name).unlink(missing_ok=True)
+        else:
+            write_file(directory / name, data)
     for name in sorted(json_files, key=lambda name: name == "config.json"):
-        _write_file(directory / name, _json_bytes(json_files[name]))
+        write_file(directory / name, _json_bytes(json_files[name]))

@@ -81,6 +81,8 @@ class Drafter(nnx.Module):
             [DrafterLayer(config, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)]
         )
         self.final_norm = weight(rngs, (d,), ("embed",), fill=1.0, dtype=dtype)
+        if config.has_mask_embedding:
+            self.mask_embedding = weight(rngs, (d,), ("embed",), fill=0.0, dtype=dtype)
 
     @property
     def dtype(self):
@@ -193,11 +195,23 @@ class Drafter(nnx.Module):
         Returns:
           int32 [b, draft_block_len - 1], proposals for positions anchor_pos + 1, + 2, ...
         """
-        masks_shape = (anchors.shape[0], draft_block_len - 1)
-        mask_ids = jnp.full(masks_shape, self.config.mask_token_id, jnp.int32)
-        block_ids = jnp.concatenate([anchors[:, None], mask_ids], axis=1)
-        hidden = self.draft_hidden(target.embed(block_ids), cache, anchor_pos, active_len)
+        block = self.embed_block(target, anchors, draft_block_len)
+        hidden = self.draft_hidden(block, cache, anchor_pos, active_len)
         return argmax_lowest(target.unembed(hidden[:, 1:], self.config.vocab_size))
+
+    def embed_block(
+        self, target: Target, anchors: Int[Array, "b"], draft_block_len: int
+    ) -> Float[Array, "b m1 d"]:
+        """Input of a block: the anchor's embedding, then the mask vector in every slot."""
+        masks_shape = (anchors.shape[0], draft_block_len - 1)
+        if not self.config.has_mask_embedding:
+            mask_ids = jnp.full(masks_shape, self.config.mask_token_id, jnp.int32)
+            return target.embed(jnp.concatenate([anchors[:, None], mask_ids], axis=1))
+        first = target.embed(anchors[:, None])
+        mask = self.mask_embedding[...].astype(first.dtype)
+        return jnp.concatenate(
+            [first, jnp.broadcast_to(mask, (*masks_shape, mask.shape[0]))], axis=1
+        )
 
     def draft_hidden(
         self,

@@ -29,6 +29,7 @@ from mimo_jax.layers.linear import linear
 from mimo_jax.layers.norm import rms_norm
 from mimo_jax.layers.rope import apply_rope, inverse_frequencies, rope_tables
 from mimo_jax.models.params import weight
+from pallas_kernels.formats import MX_GROUP_LEN
 
 # Queries per chunk of a global layer over a whole row.
 _ROW_CHUNK_LEN = 128
@@ -75,6 +76,9 @@ class TargetLayer(nnx.Module):
             # f32 router: a bf16 one picks other experts near ties (sglang-jax issue 969).
             self.w_router = weight(rngs, (d, e), ("embed", None), dtype=jnp.float32)
             self.selection_bias = weight(rngs, (e,), (None,), fill=0.0, dtype=jnp.float32)
+            if config.moe.is_mxfp4:
+                self._declare_packed_experts(rngs, e, d, f)
+                return
             axes = ("embed", "experts", "expert_hidden")
             self.experts_gate = weight(rngs, (d, e, f), axes, scale=d**-0.5, dtype=dtype)
             self.experts_up = weight(rngs, (d, e, f), axes, scale=d**-0.5, dtype=dtype)
@@ -87,6 +91,25 @@ class TargetLayer(nnx.Module):
             self.w_up = weight(rngs, (d, f), ("embed", "hidden"), dtype=dtype)
             scale = out_scale * f**-0.5
             self.w_down = weight(rngs, (f, d), ("hidden", "embed"), scale=scale, dtype=dtype)
+
+    def _declare_packed_experts(self, rngs: nnx.Rngs, e: int, d: int, f: int) -> None:
+        """As the files hold them, [out, in] packed along the input; zero until loaded."""
+
+        def packed(shape, axes):
+            *rows, width = shape
+            for divisor in (2, MX_GROUP_LEN):
+                yield weight(rngs, (*rows, width // divisor), axes, fill=0, dtype=jnp.uint8)
+
+        into_hidden = ("experts", "expert_hidden", "embed")
+        out_of_hidden = ("experts", "embed", "expert_hidden")
+        self.experts_gate, self.experts_gate_scale = packed((e, f, d), into_hidden)
+        self.experts_up, self.experts_up_scale = packed((e, f, d), into_hidden)
+        self.experts_down, self.experts_down_scale = packed((e, d, f), out_of_hidden)
+
+    def experts(self) -> moe.Experts | moe.PackedExperts:
+        """The expert stacks of a sparse layer."""
+        kind = moe.PackedExperts if hasattr(self, "experts_gate_scale") else moe.Experts
+        return kind(*(getattr(self, f"experts_{name}")[...] for name in kind._fields))
 
 
 class Target(nnx.Module):
@@ -157,37 +180,19 @@ class Target(nnx.Module):
           with_expert_load: Also count tokens per expert.
         """
         b, t = token_ids.shape
-        index = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None], (b, t))
         if positions is None:
-            positions = index
+            positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None], (b, t))
         if segment_ids is None:
             segment_ids = jnp.ones((b, t), jnp.int32)
-
-        def row_mask(query_idx, key_idx, window):
-            """Mask of row indices [b, c, q] and [b, c, s] -> [b*c, q, s]."""
-            query_idx, key_idx = (x.reshape(-1, x.shape[-1]) for x in (query_idx, key_idx))
-            segments = jnp.repeat(segment_ids, query_idx.shape[0] // b, axis=0)
-            of = lambda idx: jnp.take_along_axis(segments, jnp.maximum(idx, 0), axis=1)
-            mask = masks.causal_mask(query_idx, key_idx, window)
-            return mask & masks.segment_mask(of(query_idx), of(key_idx))
-
-        whole_mask = {}
-
-        def mix(layer_idx, queries, keys, values, sink):
-            window = self.config.layer_attention(layer_idx).window
-            if window is not None and t % window == 0 and t >= 2 * window:
-                mask_fn = lambda q, s: row_mask(q, s, window)
-                return attend_in_window_chunks(
-                    queries, keys, values, mask_fn, chunk_len=window, sink=sink
-                )
-            if window not in whole_mask:
-                whole_mask[window] = row_mask(index, index, window)
-            return attend_in_causal_chunks(
-                queries, keys, values, whole_mask[window], chunk_len=_ROW_CHUNK_LEN, sink=sink
-            )
-
-        hidden, features, load = self._run_layers(
-            self.embed(token_ids), positions, mix, tap_layer_ids, capacity_factor, with_expert_load
+        mix = mix_whole_rows(self.config, segment_ids)
+        hidden, features, load, _ = run_layers(
+            self,
+            self.embed(token_ids),
+            positions,
+            mix,
+            tap_layer_ids,
+            capacity_factor,
+            with_expert_load,
         )
         return TargetOutput(self.unembed(hidden), features, None, load)
 
@@ -235,8 +240,8 @@ class Target(nnx.Module):
             layers[layer_idx] = kv.write_chunk(cache, layer_idx, keys, values, start, num_valid)
             return attend(queries, stretches, sink=sink)
 
-        hidden, features, _ = self._run_layers(
-            self.embed(token_ids), positions, mix, tap_layer_ids
+        hidden, features, _, _ = run_layers(
+            self, self.embed(token_ids), positions, mix, tap_layer_ids
         )
         last = jnp.take_along_axis(hidden, (num_valid - 1)[:, None, None], axis=1)
         new_cache = kv.KVCache(tuple(layers), cache.ring_positions, cache.windows, cache.slack)
@@ -272,87 +277,131 @@ class Target(nnx.Module):
             memory = Stretch(layers[layer_idx].keys, layers[layer_idx].values, mask[window])
             return attend(queries, [memory], sink=sink)
 
-        hidden, features, _ = self._run_layers(
-            self.embed(token_ids), positions, mix, tap_layer_ids
+        hidden, features, _, _ = run_layers(
+            self, self.embed(token_ids), positions, mix, tap_layer_ids
         )
         new_cache = kv.KVCache(tuple(layers), cache.ring_positions, cache.windows, cache.slack)
         return TargetOutput(self.unembed(hidden), features, new_cache)
 
-    def _run_layers(
-        self,
-        x: Float[Array, "b t d"],
-        positions: Int[Array, "b t"],
-        mix: Callable,
-        tap_layer_ids: tuple[int, ...],
-        capacity_factor: float | None = None,
-        with_expert_load: bool = False,
-    ):
-        """Residual stream through all layers -> (normed hidden, context features, expert load)."""
-        config = self.config
-        b, t, d = x.shape
-        tables, taps, loads = {}, {}, []
-        for layer_idx, layer in enumerate(self.layers):
-            geometry = config.layer_attention(layer_idx)
-            kind = config.layer_kinds[layer_idx]
-            if kind not in tables:
-                inv_freq = inverse_frequencies(
-                    geometry.rope_dim, geometry.rope_theta, geometry.rope_scaling
-                )
-                tables[kind] = rope_tables(positions, inv_freq)
-            normed = rms_norm(x, layer.attention_norm[...], eps=config.norm_eps)
-            q_width, k_width, _ = geometry.qkv_widths
-            qkv = linear(normed, layer.w_qkv[...], is_transposed=self.is_transposed)
-            n, k, h = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
-            queries_keys, values = jnp.split(qkv, [q_width + k_width], axis=-1)
-            queries_keys = queries_keys.reshape(b, t, n + k, h)
-            values = values.reshape(b, t, k, geometry.v_head_dim)
-            if config.use_qk_norm:
-                queries, keys = jnp.split(queries_keys, [n], axis=2)
-                queries = rms_norm(queries, layer.q_norm[...], eps=config.norm_eps)
-                keys = rms_norm(keys, layer.k_norm[...], eps=config.norm_eps)
-                queries_keys = jnp.concatenate([queries, keys], axis=2)
-            # Rotated together: a decode step's cost is half the number of its small operations.
-            queries_keys = apply_rope(queries_keys, *tables[kind])
-            queries, keys = jnp.split(queries_keys, [n], axis=2)
-            if config.value_scale != 1.0:
-                values = values * jnp.asarray(config.value_scale, values.dtype)
-            sink = layer.sink[...] if geometry.has_sink else None
-            mixed = mix(
-                layer_idx, queries, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3), sink
+
+def mix_whole_rows(config: TargetConfig, segment_ids: Int[Array, "b t"]) -> Callable:
+    """How queries meet keys in a whole row without memory: causal, windowed, within a segment."""
+    b, t = segment_ids.shape
+    index = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None], (b, t))
+
+    def row_mask(query_idx, key_idx, window):
+        """Mask of row indices [b, c, q] and [b, c, s] -> [b*c, q, s]."""
+        query_idx, key_idx = (x.reshape(-1, x.shape[-1]) for x in (query_idx, key_idx))
+        segments = jnp.repeat(segment_ids, query_idx.shape[0] // b, axis=0)
+        of = lambda idx: jnp.take_along_axis(segments, jnp.maximum(idx, 0), axis=1)
+        mask = masks.causal_mask(query_idx, key_idx, window)
+        return mask & masks.segment_mask(of(query_idx), of(key_idx))
+
+    whole_mask = {}
+
+    def mix(layer_idx, queries, keys, values, sink):
+        window = config.layer_attention(layer_idx).window
+        if window is not None and t % window == 0 and t >= 2 * window:
+            mask_fn = lambda q, s: row_mask(q, s, window)
+            return attend_in_window_chunks(
+                queries, keys, values, mask_fn, chunk_len=window, sink=sink
             )
-            mixed = mixed.reshape(b, t, geometry.out_width)
-            x = x + linear(mixed, layer.w_out[...], is_transposed=self.is_transposed)
-            normed = rms_norm(x, layer.ffn_norm[...], eps=config.norm_eps)
-            if config.moe is not None and config.is_moe_layer[layer_idx]:
-                flat = normed.reshape(b * t, d)
-                expert_ids, expert_weights, _ = moe.route(
-                    flat,
-                    layer.w_router[...],
-                    layer.selection_bias[...],
-                    top_k=config.moe.top_k,
-                    routed_scale=config.moe.routed_scale,
-                    scoring=config.moe.scoring,
-                )
-                experts = moe.Experts(
-                    layer.experts_gate[...], layer.experts_up[...], layer.experts_down[...]
-                )
-                if capacity_factor is None:
-                    out = moe.run_experts(flat, expert_ids, expert_weights, experts)
-                else:
-                    out = moe.run_experts_with_capacity(
-                        flat, expert_ids, expert_weights, experts, capacity_factor=capacity_factor
-                    )
-                if with_expert_load:
-                    chosen = jax.nn.one_hot(expert_ids, config.moe.num_experts, dtype=jnp.float32)
-                    loads.append(chosen.sum(axis=(0, 1)))
-                x = x + out.reshape(b, t, d)
+        if window not in whole_mask:
+            whole_mask[window] = row_mask(index, index, window)
+        return attend_in_causal_chunks(
+            queries, keys, values, whole_mask[window], chunk_len=_ROW_CHUNK_LEN, sink=sink
+        )
+
+    return mix
+
+
+def run_layers(
+    model,
+    x: Float[Array, "b t d"],
+    positions: Int[Array, "b t"],
+    mix: Callable,
+    tap_layer_ids: tuple[int, ...],
+    capacity_factor: float | None = None,
+    with_expert_load: bool = False,
+):
+    """Residual stream through all layers of a model and its final norm.
+
+    Args:
+      model: Has config, layers (of TargetLayer), final_norm and is_transposed.
+      x: Embedded tokens.
+      positions: RoPE positions.
+      mix: (layer_idx, queries, keys, values, sink) -> attention output; how queries meet keys.
+      tap_layer_ids: Layers whose output is returned, side by side.
+      capacity_factor: Run experts with a capacity (training); None = exact.
+      with_expert_load: Also count tokens per expert.
+
+    Returns:
+      (normed hidden [b, t, d], context features or None, expert load or None, residual stream
+      before the norm [b, t, d]).
+    """
+    config = model.config
+    b, t, d = x.shape
+    tables, taps, loads = {}, {}, []
+    for layer_idx, layer in enumerate(model.layers):
+        geometry = config.layer_attention(layer_idx)
+        kind = config.layer_kinds[layer_idx]
+        if kind not in tables:
+            inv_freq = inverse_frequencies(
+                geometry.rope_dim, geometry.rope_theta, geometry.rope_scaling
+            )
+            tables[kind] = rope_tables(positions, inv_freq)
+        normed = rms_norm(x, layer.attention_norm[...], eps=config.norm_eps)
+        q_width, k_width, _ = geometry.qkv_widths
+        qkv = linear(normed, layer.w_qkv[...], is_transposed=model.is_transposed)
+        n, k, h = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
+        queries_keys, values = jnp.split(qkv, [q_width + k_width], axis=-1)
+        queries_keys = queries_keys.reshape(b, t, n + k, h)
+        values = values.reshape(b, t, k, geometry.v_head_dim)
+        if config.use_qk_norm:
+            queries, keys = jnp.split(queries_keys, [n], axis=2)
+            queries = rms_norm(queries, layer.q_norm[...], eps=config.norm_eps)
+            keys = rms_norm(keys, layer.k_norm[...], eps=config.norm_eps)
+            queries_keys = jnp.concatenate([queries, keys], axis=2)
+        # Rotated together: a decode step's cost is half the number of its small operations.
+        queries_keys = apply_rope(queries_keys, *tables[kind])
+        queries, keys = jnp.split(queries_keys, [n], axis=2)
+        if config.value_scale != 1.0:
+            values = values * jnp.asarray(config.value_scale, values.dtype)
+        sink = layer.sink[...] if geometry.has_sink else None
+        mixed = mix(
+            layer_idx, queries, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3), sink
+        )
+        mixed = mixed.reshape(b, t, geometry.out_width)
+        x = x + linear(mixed, layer.w_out[...], is_transposed=model.is_transposed)
+        normed = rms_norm(x, layer.ffn_norm[...], eps=config.norm_eps)
+        if config.moe is not None and config.is_moe_layer[layer_idx]:
+            flat = normed.reshape(b * t, d)
+            expert_ids, expert_weights, _ = moe.route(
+                flat,
+                layer.w_router[...],
+                layer.selection_bias[...],
+                top_k=config.moe.top_k,
+                routed_scale=config.moe.routed_scale,
+                scoring=config.moe.scoring,
+            )
+            experts = layer.experts()
+            if capacity_factor is None:
+                out = moe.run_experts(flat, expert_ids, expert_weights, experts)
             else:
-                matrices = (layer.w_gate[...], layer.w_up[...], layer.w_down[...])
-                x = x + moe.swiglu(normed, *matrices, is_transposed=self.is_transposed)
-            if layer_idx in tap_layer_ids:
-                taps[layer_idx] = x
-        features = None
-        if tap_layer_ids:
-            features = jnp.concatenate([taps[i] for i in tap_layer_ids], axis=-1)
-        hidden = rms_norm(x, self.final_norm[...], eps=config.norm_eps)
-        return hidden, features, jnp.stack(loads) if loads else None
+                out = moe.run_experts_with_capacity(
+                    flat, expert_ids, expert_weights, experts, capacity_factor=capacity_factor
+                )
+            if with_expert_load:
+                chosen = jax.nn.one_hot(expert_ids, config.moe.num_experts, dtype=jnp.float32)
+                loads.append(chosen.sum(axis=(0, 1)))
+            x = x + out.reshape(b, t, d)
+        else:
+            matrices = (layer.w_gate[...], layer.w_up[...], layer.w_down[...])
+            x = x + moe.swiglu(normed, *matrices, is_transposed=model.is_transposed)
+        if layer_idx in tap_layer_ids:
+            taps[layer_idx] = x
+    features = None
+    if tap_layer_ids:
+        features = jnp.concatenate([taps[i] for i in tap_layer_ids], axis=-1)
+    hidden = rms_norm(x, model.final_norm[...], eps=config.norm_eps)
+    return hidden, features, jnp.stack(loads) if loads else None, x

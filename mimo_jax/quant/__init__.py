@@ -1,0 +1,1 @@
+"""Array formats of quantized weights; no files, no models."""

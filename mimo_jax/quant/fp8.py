@@ -1,0 +1,104 @@
+"""FP8 weights with one float32 scale per 128x128 block, as the published files store them.
+
+value = code * scale (the files call the factor `weight_scale_inv`, yet it is multiplied). Blocks
+are cut from the rows of one training shard at a time: where a matrix is the concatenation of
+several shards, its scale rows start anew with each (`num_chunks`).
+"""
+
+import numpy as np
+
+BLOCK_LEN = 128
+
+
+def num_blocks(size: int) -> int:
+    """Blocks that cover `size` rows or columns, the last one perhaps in part. 272 -> 3."""
+    return -(-size // BLOCK_LEN)
+
+
+def scale_shape(shape: tuple[int, int], num_chunks: int = 1) -> tuple[int, int]:
+    """Shape of the scales of a matrix whose rows are num_chunks shards.
+
+    Example: (13568, 4096) in 4 chunks of 3392 rows -> (108, 32); in one chunk (106, 32).
+    """
+    rows, columns = shape
+    return num_chunks * num_blocks(rows // num_chunks), num_blocks(columns)
+
+
+def dequantize(codes: np.ndarray, scale: np.ndarray, num_chunks: int = 1) -> np.ndarray:
+    """Float32 values of a block-scaled matrix.
+
+    Args:
+      codes: float8_e4m3fn [out, in].
+      scale: float32 of `scale_shape`.
+      num_chunks: Shards along the rows; divides them.
+
+    Returns:
+      float32 [out, in].
+
+    Raises:
+      ValueError: If the scales have another shape, or the chunks do not divide the rows.
+
+    Example: 272 rows in 2 chunks of 136 -> scale rows 0, 1 serve rows 0..127, 128..135; scale
+    rows 2, 3 serve rows 136..263, 264..271.
+    """
+    rows, columns = codes.shape
+    if rows % num_chunks:
+        raise ValueError(f"{num_chunks} chunks do not divide {rows} rows")
+    expected = scale_shape((rows, columns), num_chunks)
+    if scale.shape != expected:
+        raise ValueError(f"scales have shape {list(scale.shape)}, expected {list(expected)}")
+    return dequantize_rows(codes, scale, scale_rows(rows, num_chunks))
+
+
+def scale_rows(num_rows: int, num_chunks: int = 1) -> np.ndarray:
+    """Scale row of each row; see `dequantize`."""
+    chunk_rows = num_rows // num_chunks
+    row = np.arange(num_rows)
+    return row // chunk_rows * num_blocks(chunk_rows) + row % chunk_rows // BLOCK_LEN
+
+
+def dequantize_rows(codes: np.ndarray, scale: np.ndarray, scale_row: np.ndarray) -> np.ndarray:
+    """As `dequantize` with the scale row of every row given: int [out]."""
+    columns = np.arange(codes.shape[1]) // BLOCK_LEN
+    values = codes.astype(np.float32)
+    values *= scale.astype(np.float32)[scale_row][:, columns]
+    return values
+
+
+def split_kv_scale_rows(
+    num_chunks: int, key_rows: int, value_rows: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Scale rows of keys and values whose blocks were cut while the two stood in one stack.
+
+    Per chunk the stack was [keys | values]; then it was cut in two, weights and scales, the scale
+    row that covers the seam going with the keys. A value row's scale may thus stand in the keys'
+    file.
+
+    Args:
+      num_chunks: Shards.
+      key_rows: Rows of keys in all.
+      value_rows: Rows of values in all.
+
+    Returns:
+      (scale row of each key row, scale row of each value row, number of key scale rows), both
+      counted in the concatenation [keys' scales, values' scales].
+
+    Example: one chunk of 192 key and 128 value rows -> keys 128 x 0, 64 x 1; values 64 x 1 (the
+    seam), 64 x 2; 2 key scale rows.
+    """
+    keys, values = key_rows // num_chunks, value_rows // num_chunks
+    key_scales = num_blocks(keys)
+    value_scales = num_blocks(keys + values) - key_scales
+    total_key_scales = num_chunks * key_scales
+
+    def place(chunk, block):
+        is_key = block < key_scales
+        in_keys = chunk * key_scales + block
+        in_values = total_key_scales + chunk * value_scales + (block - key_scales)
+        return np.where(is_key, in_keys, in_values)
+
+    key = np.arange(key_rows)
+    value = np.arange(value_rows)
+    key_place = place(key // keys, key % keys // BLOCK_LEN)
+    value_place = place(value // values, (keys + value % values) // BLOCK_LEN)
+    return key_place, value_place, total_key_scales
