@@ -25,6 +25,8 @@ from flax import nnx
 from mimo_jax.checkpoint import name_map
 from mimo_jax.checkpoint.hf_target_config import LAYER_TYPES
 from mimo_jax.checkpoint.json_config import (
+    MAX_HEADS,
+    MAX_LAYERS,
     Keys,
     read_json,
     read_rope,
@@ -101,7 +103,7 @@ def drafter_config_from_json(
     dflash = keys.nested("dflash_config", {})
     _refuse_unsupported(keys, dflash)
     place_of = lambda key: dflash if dflash.has(key) else keys
-    num_layers = keys.integer("num_hidden_layers")
+    num_layers = keys.count("num_hidden_layers", MAX_LAYERS)
     windows, is_sliding = _windows(keys, dflash, num_layers)
     is_causal = keys.flag("is_causal", None)
     if is_causal is None:
@@ -109,7 +111,7 @@ def drafter_config_from_json(
     theta, scaling, factor = read_rope(keys)
     if factor is None:
         factor = place_of("partial_rotary_factor").number("partial_rotary_factor", 1.0)
-    num_heads = keys.integer("num_attention_heads")
+    num_heads = keys.count("num_attention_heads", MAX_HEADS)
     head_dim = keys.integer("head_dim", 128)
     sink_key = "attention_sink_bias"
     if not place_of(sink_key).has(sink_key):

@@ -14,7 +14,15 @@ import os
 
 import jax.numpy as jnp
 
-from mimo_jax.checkpoint.json_config import Keys, read_rope, rope_to_json, rotary_factor
+from mimo_jax.checkpoint.json_config import (
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    Keys,
+    read_rope,
+    rope_to_json,
+    rotary_factor,
+)
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError
 from mimo_jax.config import (
     GLOBAL,
@@ -60,7 +68,7 @@ def _mimo_moe(keys: Keys, is_moe_layer: tuple[bool, ...]) -> MoeConfig | None:
     keys.allow("topk_group", 1)
     keys.allow("n_shared_experts", 0)
     return MoeConfig(
-        num_experts=keys.integer("n_routed_experts"),
+        num_experts=keys.count("n_routed_experts", MAX_EXPERTS),
         top_k=keys.integer("num_experts_per_tok"),
         hidden_size=keys.integer("moe_intermediate_size"),
         routed_scale=keys.number("routed_scaling_factor", 1.0),
@@ -73,7 +81,7 @@ def _published_geometry(keys: Keys, kind: str) -> AttentionConfig:
     is_sliding = kind == SLIDING
     head_dim = keys.integer("head_dim")
     v_head_dim = keys.integer("v_head_dim", head_dim)
-    num_heads = keys.integer("num_attention_heads")
+    num_heads = keys.count("num_attention_heads", MAX_HEADS)
     window = None
     if is_sliding:
         head_dim = keys.integer("swa_head_dim", head_dim)
@@ -113,7 +121,7 @@ def _transformers_geometry(keys: Keys, kind: str) -> AttentionConfig:
     factor = keys.number("partial_rotary_factor") if factor is None else factor
     head_dim = keys.integer("head_dim")
     return AttentionConfig(
-        num_heads=keys.integer("num_attention_heads"),
+        num_heads=keys.count("num_attention_heads", MAX_HEADS),
         num_kv_heads=keys.integer("num_key_value_heads") * (2 if is_sliding else 1),
         head_dim=head_dim,
         v_head_dim=keys.integer("v_head_dim", head_dim),
@@ -125,7 +133,7 @@ def _transformers_geometry(keys: Keys, kind: str) -> AttentionConfig:
 
 
 def _mimo_config(keys: Keys) -> TargetConfig:
-    num_layers = keys.integer("num_hidden_layers")
+    num_layers = keys.count("num_hidden_layers", MAX_LAYERS)
     if keys.has("hybrid_layer_pattern"):
         if keys.has("layer_types"):
             raise keys.error("layer_types", "stands beside hybrid_layer_pattern; allowed: one")
@@ -165,8 +173,8 @@ def _dense_kinds(keys: Keys, num_layers: int) -> tuple[str, ...]:
 
 def _simple_config(keys: Keys, model_type: str) -> TargetConfig:
     """Qwen3, Qwen3-MoE and Llama: one geometry, plain RoPE over whole heads by default."""
-    num_layers = keys.integer("num_hidden_layers")
-    num_heads = keys.integer("num_attention_heads")
+    num_layers = keys.count("num_hidden_layers", MAX_LAYERS)
+    num_heads = keys.count("num_attention_heads", MAX_HEADS)
     default_head_dim = keys.integer("hidden_size") // num_heads
     head_dim = keys.integer("head_dim", 128 if model_type == "qwen3" else default_head_dim)
     theta, scaling, factor = read_rope(keys)
@@ -189,7 +197,7 @@ def _simple_config(keys: Keys, model_type: str) -> TargetConfig:
             raise keys.error("decoder_sparse_step", f"is {step}, must be >= 1")
         is_moe_layer = tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
         moe = MoeConfig(
-            num_experts=keys.integer("num_experts"),
+            num_experts=keys.count("num_experts", MAX_EXPERTS),
             top_k=keys.integer("num_experts_per_tok"),
             hidden_size=keys.integer("moe_intermediate_size"),
             scoring="softmax",

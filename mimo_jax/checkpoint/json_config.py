@@ -13,6 +13,7 @@ from mimo_jax.checkpoint.safetensors_reader import CheckpointError, parse_json
 from mimo_jax.config import RopeScaling
 
 _REQUIRED = object()
+MAX_LAYERS, MAX_EXPERTS, MAX_HEADS = 4096, 65536, 65536
 
 
 def read_json(path: str | os.PathLike) -> dict:
@@ -58,6 +59,13 @@ class Keys:
     def integer(self, key: str, default: Any = _REQUIRED) -> Any:
         is_right = lambda v: isinstance(v, int) and not isinstance(v, bool)
         return self._get(key, default, is_right, "an integer")
+
+    def count(self, key: str, limit: int, default: Any = _REQUIRED) -> Any:
+        """An integer in 1..limit: lists of this length are about to be made."""
+        value = self.integer(key, default)
+        if value is not None and not 1 <= value <= limit:
+            raise self.error(key, f"is {value}; allowed: 1..{limit}")
+        return value
 
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
         is_right = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)

@@ -43,13 +43,13 @@ class TargetOutput(NamedTuple):
       context_features: [b, t, c] residual stream after each tapped layer, in the asked order;
         None when no layer was asked for.
       cache: Memory with the tokens written; None without a cache.
-      expert_load: float32 [num sparse layers, e], tokens per expert; None unless asked for.
+      routing: Per sparse layer the chosen experts, int32 [b, t, top_k], and their weights.
     """
 
     logits: Float[Array, "b t v"]
     context_features: Float[Array, "b t c"] | None
     cache: kv.KVCache | None
-    expert_load: Float[Array, "l e"] | None = None
+    routing: tuple[tuple[Int[Array, "b t top_k"], Float[Array, "b t top_k"]], ...] = ()
 
 
 class TargetLayer(nnx.Module):
@@ -167,7 +167,6 @@ class Target(nnx.Module):
         positions: Int[Array, "b t"] | None = None,
         tap_layer_ids: tuple[int, ...] = (),
         capacity_factor: float | None = None,
-        with_expert_load: bool = False,
     ) -> TargetOutput:
         """Forward over whole rows, without memory: training and parity.
 
@@ -177,7 +176,6 @@ class Target(nnx.Module):
           positions: RoPE positions; default 0..t-1. Only differences within a segment matter.
           tap_layer_ids: Layers whose output is returned as context features.
           capacity_factor: Run experts with a capacity (training); None = exact.
-          with_expert_load: Also count tokens per expert.
         """
         b, t = token_ids.shape
         if positions is None:
@@ -185,16 +183,15 @@ class Target(nnx.Module):
         if segment_ids is None:
             segment_ids = jnp.ones((b, t), jnp.int32)
         mix = mix_whole_rows(self.config, segment_ids)
-        hidden, features, load, _ = run_layers(
+        hidden, features, routing, _ = run_layers(
             self,
             self.embed(token_ids),
             positions,
             mix,
             tap_layer_ids,
             capacity_factor,
-            with_expert_load,
         )
-        return TargetOutput(self.unembed(hidden), features, None, load)
+        return TargetOutput(self.unembed(hidden), features, None, routing)
 
     def prefill(
         self,
@@ -322,7 +319,6 @@ def run_layers(
     mix: Callable,
     tap_layer_ids: tuple[int, ...],
     capacity_factor: float | None = None,
-    with_expert_load: bool = False,
 ):
     """Residual stream through all layers of a model and its final norm.
 
@@ -333,15 +329,14 @@ def run_layers(
       mix: (layer_idx, queries, keys, values, sink) -> attention output; how queries meet keys.
       tap_layer_ids: Layers whose output is returned, side by side.
       capacity_factor: Run experts with a capacity (training); None = exact.
-      with_expert_load: Also count tokens per expert.
 
     Returns:
-      (normed hidden [b, t, d], context features or None, expert load or None, residual stream
-      before the norm [b, t, d]).
+      (normed hidden [b, t, d], context features or None, routing of the sparse layers, residual
+      stream before the norm [b, t, d]).
     """
     config = model.config
     b, t, d = x.shape
-    tables, taps, loads = {}, {}, []
+    tables, taps, routing = {}, {}, []
     for layer_idx, layer in enumerate(model.layers):
         geometry = config.layer_attention(layer_idx)
         kind = config.layer_kinds[layer_idx]
@@ -391,9 +386,9 @@ def run_layers(
                 out = moe.run_experts_with_capacity(
                     flat, expert_ids, expert_weights, experts, capacity_factor=capacity_factor
                 )
-            if with_expert_load:
-                chosen = jax.nn.one_hot(expert_ids, config.moe.num_experts, dtype=jnp.float32)
-                loads.append(chosen.sum(axis=(0, 1)))
+            routing.append(
+                (expert_ids.reshape(b, t, -1), expert_weights.reshape(b, t, -1))
+            )
             x = x + out.reshape(b, t, d)
         else:
             matrices = (layer.w_gate[...], layer.w_up[...], layer.w_down[...])
@@ -404,4 +399,4 @@ def run_layers(
     if tap_layer_ids:
         features = jnp.concatenate([taps[i] for i in tap_layer_ids], axis=-1)
     hidden = rms_norm(x, model.final_norm[...], eps=config.norm_eps)
-    return hidden, features, jnp.stack(loads) if loads else None, x
+    return hidden, features, tuple(routing), x

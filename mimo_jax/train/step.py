@@ -102,7 +102,7 @@ def init_state(params, optimizer) -> TrainState:
     return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
 
-def _move_selection_bias(params, expert_load, rate: float):
+def _move_selection_bias(params, routing, rate: float):
     """Auxiliary-loss-free balancing: raise the bias of experts below the mean load, lower others.
 
     Source: arXiv:2408.15664.
@@ -112,7 +112,9 @@ def _move_selection_bias(params, expert_load, rate: float):
         (name for name in flat if name.endswith("selection_bias")),
         key=lambda name: int(name.split(".")[1]),
     )
-    for name, load in zip(names, expert_load, strict=True):
+    for name, (expert_ids, _) in zip(names, routing, strict=True):
+        chosen = jax.nn.one_hot(expert_ids, flat[name].shape[0], dtype=jnp.float32)
+        load = chosen.sum(axis=(0, 1, 2))
         flat[name] = flat[name] + rate * jnp.sign(load.mean() - load)
     return unflatten(params, flat)
 
@@ -127,19 +129,17 @@ def make_target_step(graph, optimizer, config: TargetTrainConfig):
             segment_ids=batch.segment_ids,
             positions=batch.positions,
             capacity_factor=config.capacity_factor,
-            with_expert_load=True,
         )
         everything = batch.segment_ids > 0
         labels, mask = losses.shift_labels(batch.token_ids, everything, batch.segment_ids)
         loss, _ = losses.next_token_loss(out.logits, labels, mask)
-        return loss, out.expert_load
+        return loss, out.routing
 
     def step(state: TrainState, batch: Batch):
-        (loss, load), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch)
+        (loss, routing), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        if load is not None:
-            params = _move_selection_bias(params, load, config.balance_rate)
+        params = _move_selection_bias(params, routing, config.balance_rate)
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         return TrainState(params, opt_state, state.step + 1), metrics
 

@@ -253,6 +253,6 @@ def test_configs_build_and_dry_run_counts_parameters():
     full, smoke = nano.get_config(), nano_smoke.get_config()
     assert full.target == smoke.target
     counts = recipe.summary(full)
-    assert counts["target_parameters"] == 3_936_256
+    assert counts["target_parameters"] == 2_826_476
     assert counts["target_tokens"] == 2800 * 8 * 512
     assert counts["drafter_parameters"] < 800_000

@@ -1,0 +1,191 @@
+"""What every tensor of a checkpoint becomes, read from headers alone.
+
+No weight is touched, so a headers-only copy of a 570 GB checkpoint is audited like a whole one.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from mimo_jax.checkpoint import name_map
+from mimo_jax.checkpoint.decoded import QKV_PARTS, DecodedTensors
+from mimo_jax.checkpoint.hf_drafter import (
+    MASK_EMBEDDING,
+    drafter_config_from_json,
+    drafter_leaves,
+    find_drafter,
+    read_mask_embedding,
+)
+from mimo_jax.checkpoint.hf_target import (
+    IGNORED_PREFIXES,
+    MTP_PREFIX,
+    is_ignored,
+    mtp_leaves,
+    num_mtp_layers,
+    open_target,
+    target_leaves,
+)
+from mimo_jax.checkpoint.json_config import read_json
+from mimo_jax.checkpoint.name_map import Leaf
+from mimo_jax.checkpoint.safetensors_reader import CheckpointError, SafetensorsDir
+from mimo_jax.config import ConfigError, TargetConfig
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One tensor of a file.
+
+    Attributes:
+      key: Its name.
+      file: Name of the file that holds it.
+      dtype: As stored.
+      shape: As stored.
+      goes_to: Parameter it is part of, or why it is left out.
+      num_bytes: As stored.
+    """
+
+    key: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    goes_to: str
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """The tensors of a directory and the verdict.
+
+    Attributes:
+      entries: Every tensor of every file, sorted by part and key.
+      problem: The error that loading would raise, or None.
+    """
+
+    entries: tuple[Entry, ...]
+    problem: str | None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.entries)
+
+
+def _entries(tensors: SafetensorsDir, goes_to: dict[str, str], prefix: str = "") -> list[Entry]:
+    found = []
+    for name in tensors.names():
+        shape, dtype = tensors.shape(name), tensors.dtype(name)
+        num_bytes = dtype.itemsize
+        for size in shape:
+            num_bytes *= size
+        place = goes_to.get(name.removeprefix(prefix), "NOWHERE")
+        found.append(
+            Entry(name, tensors.file_of(name).name, dtype.name, shape, place, num_bytes)
+        )
+    return found
+
+
+def _places(leaves: Iterable[Leaf], part: str) -> dict[str, str]:
+    return {source: f"{part}{leaf.name}" for leaf in leaves for source in leaf.sources}
+
+
+def _target_places(config: TargetConfig, tensors: DecodedTensors) -> dict[str, str]:
+    """Stored name -> where it goes, for a target with its MTP heads."""
+    places = _places(target_leaves(config), "")
+    for i in range(num_mtp_layers(tensors.tensors)):
+        places |= _places(mtp_leaves(config, i), f"mtp.{i}.")
+    for name in tensors.tensors.names():
+        if name.endswith("qkv_proj.weight"):
+            first = name.replace("qkv_proj", QKV_PARTS[0])
+            places[name] = places.get(first, "NOWHERE")
+    for name in tensors.tensors.names():
+        if name.endswith("_scale_inv"):
+            places[name] = places.get(name.removesuffix("_scale_inv"), "NOWHERE") + " (scale)"
+        elif name not in places and is_ignored(config, name):
+            is_tower = name.startswith(IGNORED_PREFIXES)
+            places[name] = "left out: " + ("not text" if is_tower else "derived")
+    return places
+
+
+def _check_target(config: TargetConfig, tensors: DecodedTensors) -> None:
+    name_map.check_leaves(
+        tensors, target_leaves(config), is_ignored=lambda name: is_ignored(config, name)
+    )
+    for i in range(num_mtp_layers(tensors.tensors)):
+        others = lambda name, i=i: not name.startswith(f"{MTP_PREFIX}{i}.")
+        name_map.check_leaves(tensors, mtp_leaves(config, i), is_ignored=others)
+
+
+def audit_target(directory: str | os.PathLike, *, qkv_layout: str | None = None) -> Audit:
+    """Audits a target and its MTP heads; never raises for what it finds in the directory.
+
+    Example: pro-tiny -> 531 entries, problem None.
+    """
+    try:
+        config, tensors = open_target(directory, qkv_layout=qkv_layout)
+    except CheckpointError as error:
+        return Audit((), str(error))
+    entries = tuple(_entries(tensors.tensors, _target_places(config, tensors)))
+    try:
+        _check_target(config, tensors)
+    except CheckpointError as error:
+        return Audit(entries, str(error))
+    return Audit(entries, None)
+
+
+def audit_drafter(directory: str | os.PathLike, target: TargetConfig | None = None) -> Audit:
+    """Audits a drafter and, when a target is given, whether the two fit."""
+    directory = Path(directory)
+    entries: tuple[Entry, ...] = ()
+    try:
+        path = directory / "config.json"
+        config = drafter_config_from_json(read_json(path), path)
+        tensors = SafetensorsDir(directory, ignore_files=(f"{MASK_EMBEDDING}.safetensors",))
+        places = _places(drafter_leaves(config), "drafter.")
+        entries = tuple(_entries(tensors, places, "model."))
+        mask = read_mask_embedding(directory, config)
+        if mask is not None:
+            file = f"{MASK_EMBEDDING}.*"
+            place = "drafter.mask_embedding"
+            entries += (
+                Entry("embedding", file, mask.dtype.name, mask.shape, place, mask.nbytes),
+            )
+        name_map.check_leaves(tensors, drafter_leaves(config), prefix="model.")
+        if target is not None:
+            config.check_fits(target)
+    except (CheckpointError, ConfigError) as error:
+        return Audit(entries, str(error))
+    return Audit(entries, None)
+
+
+def audit(directory: str | os.PathLike, *, qkv_layout: str | None = None) -> dict[str, Audit]:
+    """Audits of a directory: "target", and "drafter" if it holds one in dflash/."""
+    audits = {"target": audit_target(directory, qkv_layout=qkv_layout)}
+    drafter = find_drafter(directory)
+    if drafter is not None:
+        target = None
+        if audits["target"].problem is None:
+            target = open_target(directory, qkv_layout=qkv_layout)[0]
+        audits["drafter"] = audit_drafter(drafter, target)
+    return audits
+
+
+def fold_experts(entries: Iterable[Entry]) -> list[tuple[Entry, int]]:
+    """Entries with the experts of a layer on one line: (entry, number of tensors).
+
+    Example: 384 gate_proj.weight of a layer -> key "...experts.*.gate_proj.weight", 384.
+    """
+    folded: dict[tuple, list[Entry]] = {}
+    for entry in entries:
+        key = _EXPERT.sub(".experts.*.", entry.key)
+        folded.setdefault((key, entry.dtype, entry.shape, entry.goes_to), []).append(entry)
+    rows = []
+    for (key, *_), group in folded.items():
+        files = sorted({entry.file for entry in group})
+        file = files[0] if len(files) == 1 else f"{files[0]} .. {files[-1]}"
+        num_bytes = sum(entry.num_bytes for entry in group)
+        rows.append((dataclasses.replace(group[0], key=key, file=file, num_bytes=num_bytes),
+                     len(group)))
+    return rows
