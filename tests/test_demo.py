@@ -188,3 +188,17 @@ def test_a_changed_text_fails_the_demo(arguments, monkeypatch, capsys):
     assert error.startswith("demo: math-1: token 2 is 4 with DFlash, 3 plain")
     summary = json.loads((arguments.output_dir / "summary.json").read_text())
     assert summary["identical"] is False
+
+
+def test_a_near_tie_is_reported_and_passes(arguments, monkeypatch):
+    """Two right texts: the target itself does not prefer one."""
+    plain, other = output_of([1, 2, 3], [1, 1]), output_of([1, 2, 4], [2])
+    choose = lambda engine, job, tokenizer: plain if engine.drafter is None else other
+    monkeypatch.setattr(demo, "answer", choose)
+    monkeypatch.setattr(demo, "margin", lambda llm, pair: 1e-5)
+    shell = console()
+    assert demo.run(arguments, shell) == 0
+    assert "near tie" in shell.file.getvalue()
+    summary = json.loads((arguments.output_dir / "summary.json").read_text())
+    assert summary["identical"] is False
+    assert summary["num_near_ties"] == 4

@@ -52,7 +52,7 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True)
 class Doctor:
-    """Teacher-forced acceptance of a drafter on a text, as shipped and with each usual fault undone."""
+    """Teacher-forced acceptance of a drafter on a text: as shipped, and with one thing changed."""
 
     checkpoint: tyro.conf.Positional[Path]
     """Directory of the target, with a tokenizer."""
@@ -136,7 +136,7 @@ def run_forward(arguments: Forward, console: Console) -> int:
     )
     temporary = arguments.output.with_name(arguments.output.name + ".partial")
     with temporary.open("wb") as file:
-        np.savez(file, **arrays)
+        np.savez(file, allow_pickle=False, **arrays)
     os.replace(temporary, arguments.output)
     for name, array in arrays.items():
         console.print(f"{name:18} {array.dtype} {list(array.shape)}", markup=False)

@@ -51,6 +51,17 @@ class Output:
         """Tokens committed per decode step; None if prefill alone gave the answer."""
         return self.stats.tau
 
+    def ids_by_step(self) -> list[list[int]]:
+        """Ids grouped by the step that committed them; the first group is prefill's.
+
+        Example: ids 5 8 3 9 7, num_committed_per_step 3 1 -> [[5], [8, 3, 9], [7]].
+        """
+        runs, start = [self.token_ids[:1]], 1
+        for count in self.completion.num_committed_per_step:
+            runs.append(self.token_ids[start : start + count])
+            start += count
+        return runs
+
     def __str__(self) -> str:
         return str(self.token_ids) if self.text is None else self.text
 

@@ -11,7 +11,6 @@ Layers are unrolled: their geometry differs by kind, and XLA would copy each sli
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int

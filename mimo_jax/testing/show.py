@@ -34,10 +34,7 @@ def step_texts(output: Output, tokenizer: Tokenizer) -> list[str]:
     A character whose bytes two steps share counts to the later one. Special tokens are kept.
     """
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special=False)
-    texts, start = [], 0
-    for count in (1, *output.completion.num_committed_per_step):
-        texts.append(detokenizer.push(output.token_ids[start : start + count]))
-        start += count
+    texts = [detokenizer.push(ids) for ids in output.ids_by_step()]
     texts[-1] += detokenizer.flush()
     return texts
 

@@ -10,6 +10,7 @@ exists is whole.
                  for held-out prompts, greedy, one per row
     drafter/     checkpoints/, metrics.jsonl
     export/      target + tokenizer + chat template + dflash/ + provenance
+    prompts/     SCENE.jsonl, the held-out prompts, those with near ties last
 """
 
 import dataclasses
@@ -27,8 +28,8 @@ from flax import nnx
 
 from mimo_jax.checkpoint.hf_drafter import save_drafter
 from mimo_jax.checkpoint.hf_target import load_target, save_target
-from mimo_jax.config import ExperimentConfig
-from mimo_jax.decode.engine import Model
+from mimo_jax.config import DrafterTrainConfig, ExperimentConfig, TargetTrainConfig
+from mimo_jax.decode.engine import Model, Request
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import abstract, flatten, split, unflatten
 from mimo_jax.models.target import Target
@@ -39,6 +40,7 @@ from mimo_jax.train.corpora.build import build_corpus, write_prompts
 from mimo_jax.train.corpora.chat_format import NANO_CHAT_TEMPLATE
 from mimo_jax.train.data import PackedRows, batch_for_step, pack_documents
 from mimo_jax.train.evaluate import make_propose, simulated_accept_length
+from mimo_jax.train.near_ties import NEAR_TIE, smallest_margins, ties_last
 from mimo_jax.train.provenance import record
 from mimo_jax.train.regenerate import prompts_of, regenerate
 from mimo_jax.train.step import (
@@ -106,6 +108,16 @@ def build_corpus_stage(config: ExperimentConfig, run_dir: Path) -> None:
     (out / "DONE").write_text(json.dumps(dataclasses.asdict(settings)))
 
 
+def run_settings(train: TargetTrainConfig | DrafterTrainConfig) -> dict[str, Any]:
+    """What a stage's config says to `loop.run`."""
+    return {
+        "num_steps": train.num_steps,
+        "save_every": train.save_every,
+        "eval_every": train.eval_every,
+        "meta": {"config": json.loads(json.dumps(dataclasses.asdict(train)))},
+    }
+
+
 def target_init(config: ExperimentConfig):
     """(graph, params) of the untrained target."""
     return split(Target(config.target, rngs=nnx.Rngs(config.seed)))
@@ -143,11 +155,8 @@ def train_target_stage(config: ExperimentConfig, run_dir: Path) -> None:
         init_state(params, optimizer),
         step_fn,
         run_dir=run_dir,
-        num_steps=train.num_steps,
-        save_every=train.save_every,
-        eval_every=train.eval_every,
         eval_fn=eval_fn,
-        meta={"config": json.loads(json.dumps(dataclasses.asdict(train)))},
+        **run_settings(train),
         tokens_per_step=train.batch_rows * config.corpus.row_len,
     )
     save_target(
@@ -275,11 +284,8 @@ def train_drafter_stage(config: ExperimentConfig, run_dir: Path):
         init_state(trained, optimizer),
         step_fn,
         run_dir=run_dir,
-        num_steps=train.num_steps,
-        save_every=train.save_every,
-        eval_every=train.eval_every,
         eval_fn=eval_fn,
-        meta={"config": json.loads(json.dumps(dataclasses.asdict(train)))},
+        **run_settings(train),
         tokens_per_step=train.batch_rows * train.row_len,
     )
     return graph, state.params
@@ -307,6 +313,29 @@ def export_stage(config: ExperimentConfig, run_dir: Path, trained) -> Path:
     return out
 
 
+def order_prompts_stage(config: ExperimentConfig, run_dir: Path) -> None:
+    """Writes the held-out prompts with those last whose greedy answer passes a near tie."""
+    target = load_exported_target(run_dir)
+    tokenizer = Tokenizer.from_file(run_dir / "export")
+    out = run_dir / "prompts"
+    out.mkdir(parents=True, exist_ok=True)
+    for path in sorted((run_dir / "corpus" / "prompts").glob("*.jsonl")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        requests = [
+            Request(
+                tokenizer.encode(json.loads(line)["prompt"]),
+                max_tokens=config.regenerate.max_tokens,
+                stop_ids=scene_stop_ids(path.stem),
+            )
+            for line in lines
+        ]
+        max_len = max(len(r.prompt_ids) + r.max_tokens for r in requests)
+        margins = smallest_margins(target, requests, max_len=max_len)
+        text = "".join(f"{lines[i]}\n" for i in ties_last(margins))
+        (out / path.name).write_text(text, encoding="utf-8")
+        logging.info("%s: %d near ties", path.stem, int((margins < NEAR_TIE).sum()))
+
+
 def run_recipe(config: ExperimentConfig, run_dir: Path) -> Path:
     """All stages in order; returns the exported checkpoint directory."""
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -316,7 +345,9 @@ def run_recipe(config: ExperimentConfig, run_dir: Path) -> Path:
         train_target_stage(config, run_dir)
     regenerate_stage(config, run_dir)
     _, trained = train_drafter_stage(config, run_dir)
-    return export_stage(config, run_dir, trained)
+    exported = export_stage(config, run_dir, trained)
+    order_prompts_stage(config, run_dir)
+    return exported
 
 
 def summary(config: ExperimentConfig) -> dict:

@@ -20,7 +20,7 @@ PRO = DATA / "pro-tiny"
 def test_every_tensor_has_a_place():
     audits = audit(PRO)
     target, drafter = audits["target"], audits["drafter"]
-    assert target.problem is None and drafter.problem is None
+    assert (target.problem, drafter.problem) == (None, None)
     places = {entry.key: entry.goes_to for entry in target.entries}
     layer = "model.layers.1."
     assert places[layer + "self_attn.qkv_proj.weight"] == "layers.1.w_qkv"
@@ -41,7 +41,8 @@ def test_every_tensor_has_a_place():
 def test_inspect_prints_a_table_and_a_verdict(tmp_path, capsys):
     assert main(["inspect", str(PRO), "--json", str(tmp_path / "r.json")]) == 0
     out = capsys.readouterr().out
-    assert "experts.*" in out and "target: would load" in out and "drafter: would load" in out
+    for shown in ("experts.*", "target: would load", "drafter: would load"):
+        assert shown in out
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["target"]["problem"] is None
     assert main(["inspect", str(PRO), "--qkv-layout", "plain"]) == 1
@@ -58,7 +59,8 @@ def test_inspect_names_the_stray_tensor(tmp_path, capsys):
     (copy / "config.json").write_text(json.dumps(values))
     assert main(["inspect", str(copy)]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "NOWHERE" in out and "experts.11." in out
+    assert "NOWHERE" in out
+    assert "experts.11." in out
 
 
 def test_forward_writes_what_the_golden_program_computed(tmp_path):
@@ -96,7 +98,8 @@ def test_wrong_requests_get_one_line(tmp_path, capsys, ids, more, words):
     arguments = ["forward", str(PRO), "--input", str(tmp_path / "ids.npy"), "--output", str(out)]
     assert main([*arguments, *more]) == 2
     message = capsys.readouterr().err
-    assert message.count("\n") == 1 and not out.exists()
+    assert message.count("\n") == 1
+    assert not out.exists()
     for word in words:
         assert word in message, message
 

@@ -60,12 +60,15 @@ def check(read, kinds, *, file: str) -> None:
     tracemalloc.start()
     try:
         assert isinstance(read(), kinds)
+        message = file
     except CheckpointError as error:
         message = str(error)
-        assert file in message and "\n" not in message and len(message) < 4000
     finally:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
+    assert file in message
+    assert "\n" not in message
+    assert len(message) < 4000
     assert peak < MAX_BYTES
 
 
