@@ -10,7 +10,7 @@ Resumable: the same command goes on where it was stopped.
 """
 
 from configs.common import DRAFTER_MIX, TARGET_MIX, nano_drafter, nano_target
-from mimo_jax.config import (
+from mimo_jax.train.config import (
     CorpusConfig,
     DrafterTrainConfig,
     ExperimentConfig,

@@ -9,7 +9,7 @@ Time: under 5 minutes on 2 CPU cores.
 import dataclasses
 
 from configs import nano
-from mimo_jax.config import ExperimentConfig, RegenerateConfig
+from mimo_jax.train.config import ExperimentConfig, RegenerateConfig
 
 SMALL = {"code-stdlib": 400_000, "code-gen": 300_000, "math": 300_000, "agent": 300_000,
          "chat": 200_000}

@@ -1,4 +1,4 @@
-"""Frozen dataclasses that describe a model or a run; the one home of every default.
+"""Frozen dataclasses that describe a model; the one home of every default.
 
 A config is checked when it is made (`__post_init__`), so that an impossible model is refused with
 one line that names the field and what is allowed, before any array exists. Derived values are
@@ -21,7 +21,8 @@ class ConfigError(ValueError):
     """A configuration that cannot work; the message names the field and what is allowed."""
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """Raises ConfigError with the message unless the condition holds."""
     if not condition:
         raise ConfigError(message)
 
@@ -46,11 +47,11 @@ class RopeScaling:
     original_max_position: int = 8192
 
     def __post_init__(self):
-        _require(
+        require(
             self.kind in ("linear", "llama3"),
             f"rope scaling kind {self.kind!r} is unknown; allowed: linear, llama3",
         )
-        _require(self.factor > 0, f"rope scaling factor {self.factor} must be > 0")
+        require(self.factor > 0, f"rope scaling factor {self.factor} must be > 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,16 +83,16 @@ class AttentionConfig:
 
     def __post_init__(self):
         for name in ("num_heads", "num_kv_heads", "head_dim", "v_head_dim"):
-            _require(getattr(self, name) > 0, f"{name} {getattr(self, name)} must be > 0")
-        _require(
+            require(getattr(self, name) > 0, f"{name} {getattr(self, name)} must be > 0")
+        require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}",
         )
-        _require(
+        require(
             0 < self.rope_dim <= self.head_dim and self.rope_dim % 2 == 0,
             f"rope_dim {self.rope_dim} must be even and in 2..head_dim {self.head_dim}",
         )
-        _require(self.window is None or self.window >= 1, f"window {self.window} must be >= 1")
+        require(self.window is None or self.window >= 1, f"window {self.window} must be >= 1")
 
     @property
     def queries_per_kv(self) -> int:
@@ -133,11 +134,11 @@ class MoeConfig:
     is_mxfp4: bool = False
 
     def __post_init__(self):
-        _require(
+        require(
             1 <= self.top_k <= self.num_experts,
             f"top_k {self.top_k} must be in 1..num_experts {self.num_experts}",
         )
-        _require(
+        require(
             self.scoring in ("sigmoid", "softmax"),
             f"scoring {self.scoring!r} is unknown; allowed: sigmoid, softmax",
         )
@@ -177,28 +178,28 @@ class TargetConfig:
     max_position: int = 4096
 
     def __post_init__(self):
-        _require(len(self.layer_kinds) > 0, "layer_kinds is empty; at least one layer is needed")
+        require(len(self.layer_kinds) > 0, "layer_kinds is empty; at least one layer is needed")
         for kind in self.layer_kinds:
-            _require(
+            require(
                 kind in LAYER_KINDS,
                 f"layer kind {kind!r} is unknown; allowed: {', '.join(LAYER_KINDS)}",
             )
-            _require(kind in self.attention, f"layer kind {kind!r} has no attention geometry")
+            require(kind in self.attention, f"layer kind {kind!r} has no attention geometry")
         for kind in self.attention:
-            _require(kind in LAYER_KINDS, f"attention of kind {kind!r} is unknown")
+            require(kind in LAYER_KINDS, f"attention of kind {kind!r} is unknown")
         if GLOBAL in self.attention:
-            _require(
+            require(
                 self.attention[GLOBAL].window is None, "a global layer has no window; use sliding"
             )
         if SLIDING in self.attention:
-            _require(self.attention[SLIDING].window is not None, "sliding layers need a window")
+            require(self.attention[SLIDING].window is not None, "sliding layers need a window")
         if not self.is_moe_layer:
             object.__setattr__(self, "is_moe_layer", (False,) * self.num_layers)
-        _require(
+        require(
             len(self.is_moe_layer) == self.num_layers,
             f"is_moe_layer has {len(self.is_moe_layer)} entries for {self.num_layers} layers",
         )
-        _require(
+        require(
             self.moe is not None or not any(self.is_moe_layer),
             "some layers are sparse but moe is None",
         )
@@ -259,8 +260,8 @@ class DrafterConfig:
     has_mask_embedding: bool = False
 
     def __post_init__(self):
-        _require(self.num_layers >= 1, f"num_layers {self.num_layers} must be >= 1")
-        _require(
+        require(self.num_layers >= 1, f"num_layers {self.num_layers} must be >= 1")
+        require(
             self.draft_block_len >= 2,
             f"draft_block_len {self.draft_block_len} must be >= 2 (the anchor and one mask)",
         )
@@ -271,18 +272,18 @@ class DrafterConfig:
         if not self.target_hidden_size:
             object.__setattr__(self, "target_hidden_size", self.hidden_size)
         for name in ("windows", "is_causal"):
-            _require(
+            require(
                 len(getattr(self, name)) == self.num_layers,
                 f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers",
             )
         ids = self.target_layer_ids
-        _require(len(ids) > 0, "target_layer_ids is empty")
-        _require(len(set(ids)) == len(ids), f"target_layer_ids {list(ids)} has duplicates")
-        _require(
+        require(len(ids) > 0, "target_layer_ids is empty")
+        require(len(set(ids)) == len(ids), f"target_layer_ids {list(ids)} has duplicates")
+        require(
             all(0 <= i < self.num_target_layers for i in ids),
             f"target_layer_ids {list(ids)} must be in 0..{self.num_target_layers - 1}",
         )
-        _require(
+        require(
             0 <= self.mask_token_id < self.vocab_size,
             f"mask_token_id {self.mask_token_id} must be < vocab_size {self.vocab_size}",
         )
@@ -303,11 +304,11 @@ class DrafterConfig:
             ("target_hidden_size", self.target_hidden_size, target.hidden_size),
             ("hidden_size", self.hidden_size, target.hidden_size),
         ):
-            _require(
+            require(
                 ours == theirs,
                 f"drafter does not fit the target: {name} is {ours}, expected {theirs}",
             )
-        _require(
+        require(
             self.vocab_size <= target.vocab_size,
             f"drafter does not fit the target: vocab_size is {self.vocab_size}, expected at most "
             f"{target.vocab_size}",
@@ -330,155 +331,8 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
     ids = tuple(
         round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps)
     )
-    _require(
+    require(
         len(set(ids)) == num_taps and num_target_layers >= 4,
         f"{num_taps} taps need at least {num_taps + 3} target layers, got {num_target_layers}",
     )
     return ids
-
-
-@dataclasses.dataclass(frozen=True)
-class CorpusConfig:
-    """Text of a run.
-
-    Attributes:
-      seed: Of every generator.
-      target_chars: Training characters per scene; a missing scene has the corpus's default.
-      num_heldout: Held-out documents per scene.
-      tokenizer_docs: Documents per scene that the tokenizer is trained on.
-      vocab_size: Of the tokenizer that is trained on it.
-      row_len: Tokens per packed training row.
-    """
-
-    seed: int = 0
-    target_chars: dict[str, int] = dataclasses.field(default_factory=dict)
-    num_heldout: int = 200
-    tokenizer_docs: int = 3000
-    vocab_size: int = 2048
-    row_len: int = 512
-
-
-@dataclasses.dataclass(frozen=True)
-class TargetTrainConfig:
-    """Pre-training of a small target.
-
-    Attributes:
-      num_steps: Optimizer steps.
-      batch_rows: Packed rows per step.
-      mix: Share of rows per scene.
-      muon_lr: Peak rate of matrices (updates are RMS-matched to AdamW's).
-      adamw_lr: Peak rate of embeddings, head, router, norms and sinks.
-      weight_decay: Decoupled, on matrices.
-      warmup_steps: Linear warm-up.
-      decay_fraction: Last part of the run, in which rates fall linearly to zero.
-      clip_norm: Global gradient norm.
-      capacity_factor: Rows an expert may take, in multiples of the mean.
-      balance_rate: Step of the selection bias.
-      eval_every: Steps between held-out losses.
-      save_every: Steps between checkpoints.
-    """
-
-    num_steps: int = 4000
-    batch_rows: int = 8
-    mix: dict[str, float] = dataclasses.field(default_factory=dict)
-    muon_lr: float = 8e-3
-    adamw_lr: float = 3e-3
-    weight_decay: float = 0.01
-    warmup_steps: int = 50
-    decay_fraction: float = 0.6
-    clip_norm: float = 1.0
-    capacity_factor: float = 1.25
-    balance_rate: float = 3e-3
-    eval_every: int = 500
-    save_every: int = 250
-
-
-@dataclasses.dataclass(frozen=True)
-class RegenerateConfig:
-    """The target answers prompts: the drafter learns the target's own text.
-
-    Attributes:
-      num_tokens: Generated tokens in all.
-      greedy_share: Share of prompts answered greedily; the rest at `temperature`.
-      temperature: Of the sampled share.
-      max_tokens: Longest answer.
-      batch_size: Rows decoded at once.
-      num_heldout: Held-out prompts per scene for the simulated accept length.
-    """
-
-    num_tokens: int = 800_000
-    greedy_share: float = 0.67
-    temperature: float = 0.8
-    max_tokens: int = 200
-    batch_size: int = 128
-    num_heldout: int = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class DrafterTrainConfig:
-    """Distillation of a DFlash drafter on the target's own text.
-
-    Attributes:
-      num_steps: Optimizer steps.
-      batch_rows: Packed rows per step.
-      row_len: Tokens per row.
-      num_anchors: Draft blocks per row and step, at random positions.
-      gamma: Decay of the position weights exp(-(k-1)/gamma).
-      mix: Share of rows per scene.
-      muon_lr: Peak rate of matrices.
-      adamw_lr: Peak rate of norms and the mask vector.
-      weight_decay: Decoupled, on matrices.
-      warmup_steps: Linear warm-up.
-      decay_fraction: Last part of the run, in which rates fall linearly to zero.
-      clip_norm: Global gradient norm.
-      eval_every: Steps between held-out evaluations (simulated accept length).
-      save_every: Steps between checkpoints.
-    """
-
-    num_steps: int = 10_000
-    batch_rows: int = 4
-    row_len: int = 256
-    num_anchors: int = 32
-    gamma: float = 4.0
-    mix: dict[str, float] = dataclasses.field(default_factory=dict)
-    muon_lr: float = 8e-3
-    adamw_lr: float = 2e-3
-    weight_decay: float = 0.01
-    warmup_steps: int = 50
-    decay_fraction: float = 0.6
-    clip_norm: float = 1.0
-    eval_every: int = 1000
-    save_every: int = 500
-
-
-@dataclasses.dataclass(frozen=True)
-class ExperimentConfig:
-    """One run from text to an exported target + drafter; see `train/recipe.py` for the stages.
-
-    Attributes:
-      name: Of the run; the default run directory is runs/NAME.
-      seed: Of initial weights, batches and anchors.
-      corpus: Text and tokenizer.
-      target: Architecture of the target.
-      target_train: Its pre-training.
-      regenerate: How the target answers the training prompts.
-      drafter: Architecture of the drafter.
-      drafter_train: Its distillation.
-    """
-
-    name: str
-    seed: int
-    corpus: CorpusConfig
-    target: TargetConfig
-    target_train: TargetTrainConfig
-    regenerate: RegenerateConfig
-    drafter: DrafterConfig
-    drafter_train: DrafterTrainConfig
-
-    def __post_init__(self):
-        self.drafter.check_fits(self.target)
-        _require(
-            self.target.vocab_size == self.corpus.vocab_size,
-            f"target.vocab_size {self.target.vocab_size} differs from corpus.vocab_size "
-            f"{self.corpus.vocab_size}",
-        )

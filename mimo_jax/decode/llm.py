@@ -127,6 +127,8 @@ class LLM:
         checkpoint_dir: str | Path,
         drafter: str | Path | None = "auto",
         dtype: str = "float32",
+        *,
+        qkv_layout: str | None = None,
     ) -> "LLM":
         """Reads a published checkpoint directory.
 
@@ -136,6 +138,8 @@ class LLM:
           drafter: "auto" takes the drafter in checkpoint_dir/dflash if there is one; None decodes
             plainly; else the directory of a drafter.
           dtype: Of weights and caches, "float32" or "bfloat16" (slow on CPUs, see the module).
+          qkv_layout: "plain" for MiMo files re-exported with a fused qkv of rows [Q; K; V], which
+            nothing in them tells apart from the published ones; see `hf_target.open_target`.
 
         Raises:
           CheckpointError: Naming file and key of whatever cannot be used.
@@ -144,7 +148,7 @@ class LLM:
         if dtype not in DTYPES:
             raise ConfigError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
         directory = Path(checkpoint_dir)
-        config, *rest = load_target(directory, DTYPES[dtype])
+        config, *rest = load_target(directory, DTYPES[dtype], qkv_layout=qkv_layout)
         drafter_dir = find_drafter(directory) if drafter == "auto" else drafter
         return cls(
             Model(config, *rest),

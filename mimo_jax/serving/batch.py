@@ -76,14 +76,15 @@ def _parse(
     return entries
 
 
-def _prompt_text(llm: LLM, line: Line) -> str | None:
+def _prompt_text(llm: LLM, line: Line, template_variables: dict) -> str | None:
     """Text that is still to be tokenized; None if the line gives ids."""
     if line.messages is not None:
-        return llm.render_chat(line.messages, line.tools, line.chat_template_kwargs)
+        variables = template_variables | (line.chat_template_kwargs or {})
+        return llm.render_chat(line.messages, line.tools, variables)
     return line.prompt
 
 
-def _make_jobs(llm: LLM, entries: list[_Entry]) -> None:
+def _make_jobs(llm: LLM, entries: list[_Entry], template_variables: dict) -> None:
     """Gives every entry a job or an error; all texts are tokenized in one call."""
     texts: list[tuple[_Entry, str]] = []
     prompts: list[tuple[_Entry, list[int]]] = []
@@ -91,7 +92,7 @@ def _make_jobs(llm: LLM, entries: list[_Entry]) -> None:
         if entry.line is None or entry.error is not None:
             continue
         try:
-            text = _prompt_text(llm, entry.line)
+            text = _prompt_text(llm, entry.line, template_variables)
             if text is not None:
                 llm.need_tokenizer("text prompts need a tokenizer")
                 texts.append((entry, text))
@@ -204,7 +205,9 @@ def _decode(
 
 def _load(options: BatchOptions) -> LLM:
     drafter = None if options.draft == "off" else (options.drafter or "auto")
-    return LLM.load(options.checkpoint, drafter, options.dtype)
+    return LLM.load(
+        options.checkpoint, drafter, options.dtype, qkv_layout=options.qkv_layout
+    )
 
 
 def _check_paths(options: BatchOptions) -> None:
@@ -256,7 +259,7 @@ def run_batch(options: BatchOptions, llm: LLM | None = None) -> int:
       CheckpointError: If the checkpoint cannot be used.
       JobError: If a file cannot be read or written. The output is a valid prefix then.
     """
-    defaults = options.sampling()
+    defaults, template_variables = options.sampling(), options.template_variables()
     _check_paths(options)
     entries = _parse(read_lines(options.input), defaults, options.scene)
     finished = read_finished(options.output)
@@ -269,7 +272,7 @@ def run_batch(options: BatchOptions, llm: LLM | None = None) -> int:
         )
     if options.stop:
         llm.need_tokenizer("stop strings need a tokenizer")
-    _make_jobs(llm, entries)
+    _make_jobs(llm, entries, template_variables)
     jobs = [entry.job for entry in entries if entry.job is not None]
     engine = None
     if jobs:

@@ -1,6 +1,7 @@
 """Flags of `serve.py batch`. Imports no JAX, so that `--help` answers at once."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -58,6 +59,13 @@ class BatchOptions:
     """Scene of lines that name none; groups the statistics."""
     batch_size: int = 1
     """Rows decoded at once; more rows give more tokens per second and later answers."""
+    chat_template_kwargs: Annotated[str | None, _optional("JSON", "none")] = None
+    """Variables of the chat template for every conversation, e.g. '{"enable_thinking": false}'; a
+    line's own go before them."""
+    qkv_layout: Annotated[
+        Literal["chunked", "plain"] | None, _optional("{chunked,plain}", "as the files' family")
+    ] = None
+    """How a fused qkv is stored; "plain" for re-exported MiMo files with rows [Q; K; V]."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and caches. bfloat16 is slow on CPUs."""
     detailed: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -66,6 +74,25 @@ class BatchOptions:
     """Gets the figures of the table at the end."""
     quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """No progress bar and no table."""
+
+    def template_variables(self) -> dict:
+        """chat_template_kwargs as an object.
+
+        Raises:
+          ConfigError: If it is no JSON object.
+        """
+        if self.chat_template_kwargs is None:
+            return {}
+        try:
+            variables = json.loads(self.chat_template_kwargs)
+        except ValueError:
+            variables = None
+        if not isinstance(variables, dict):
+            raise ConfigError(
+                f"chat_template_kwargs {self.chat_template_kwargs!r} is no JSON object; allowed: "
+                'for instance {"enable_thinking": false}'
+            )
+        return variables
 
     def sampling(self) -> SamplingParams:
         """What a line without fields of its own is decoded with.

@@ -28,7 +28,6 @@ from flax import nnx
 
 from mimo_jax.checkpoint.hf_drafter import save_drafter
 from mimo_jax.checkpoint.hf_target import load_target, save_target
-from mimo_jax.config import DrafterTrainConfig, ExperimentConfig, TargetTrainConfig
 from mimo_jax.decode.engine import Model, Request
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import abstract, flatten, split, unflatten
@@ -36,6 +35,7 @@ from mimo_jax.models.target import Target
 from mimo_jax.text import bpe
 from mimo_jax.text.tokenizer import Tokenizer
 from mimo_jax.train import loop
+from mimo_jax.train.config import DrafterTrainConfig, ExperimentConfig, TargetTrainConfig
 from mimo_jax.train.corpora.build import build_corpus, write_prompts
 from mimo_jax.train.corpora.chat_format import NANO_CHAT_TEMPLATE
 from mimo_jax.train.data import PackedRows, batch_for_step, pack_documents

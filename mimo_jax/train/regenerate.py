@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from mimo_jax.config import RegenerateConfig
 from mimo_jax.decode.engine import Engine, Model, Request
 from mimo_jax.decode.generate import generate
 from mimo_jax.decode.sampling import GREEDY, SAMPLED
+from mimo_jax.train.config import RegenerateConfig
 from mimo_jax.train.data import PackedRows
 
 

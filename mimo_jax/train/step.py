@@ -18,9 +18,10 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Int
 
-from mimo_jax.config import DrafterConfig, DrafterTrainConfig, TargetTrainConfig
+from mimo_jax.config import DrafterConfig
 from mimo_jax.models.params import flatten, unflatten
 from mimo_jax.train import block_mask, losses, muon
+from mimo_jax.train.config import DrafterTrainConfig, TargetTrainConfig
 
 # Leaves that are matrices by shape but not by role: AdamW.
 _NOT_MUON = ("embedding", "head", "w_router")

@@ -320,3 +320,20 @@ def test_opening_cuts_a_torn_line(tmp_path):
     with OutputWriter.open(path, finished) as writer:
         writer.write({"id": "b", "token_ids": []})
     assert [record["id"] for record in read_records(path)] == ["a", "b"]
+
+
+def test_template_variables_of_the_job_and_of_a_line(job):
+    """The job's variables reach every conversation; a line's own go before them."""
+    ask = {"messages": [{"role": "user", "content": "q"}], "max_tokens": 1}
+    lines = [{"id": "plain", **ask}, {"id": "own", **ask, "chat_template_kwargs": {"mood": "sad"}}]
+    job(lines[:1], detailed=True)
+    _, records = job(
+        [{**line, "id": line["id"] + "2"} for line in lines],
+        detailed=True,
+        chat_template_kwargs='{"mood": "glad"}',
+    )
+    lengths = {record["id"]: len(record["prompt_token_ids"]) for record in records}
+    assert lengths["plain2"] - lengths["plain"] == len("glad")
+    assert lengths["own2"] - lengths["plain"] == len("sad")
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs '\[\]' is no JSON object"):
+        job(lines, chat_template_kwargs="[]")

@@ -13,13 +13,13 @@ from flax import nnx
 
 from configs import nano, nano_smoke
 from configs.tiny import tiny_drafter, tiny_target
-from mimo_jax.config import DrafterTrainConfig, TargetTrainConfig
 from mimo_jax.decode.engine import Engine, Model, Request
 from mimo_jax.decode.generate import generate_all
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import flatten, split, unflatten
 from mimo_jax.models.target import Target
 from mimo_jax.train import loop, recipe
+from mimo_jax.train.config import DrafterTrainConfig, TargetTrainConfig
 from mimo_jax.train.data import PackedRows, pack_documents
 from mimo_jax.train.evaluate import make_propose, simulated_accept_length, walk
 from mimo_jax.train.step import (

@@ -1,0 +1,156 @@
+"""Frozen dataclasses that describe a training run; the one home of their defaults."""
+
+import dataclasses
+
+from mimo_jax.config import DrafterConfig, TargetConfig, require
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusConfig:
+    """Text of a run.
+
+    Attributes:
+      seed: Of every generator.
+      target_chars: Training characters per scene; a missing scene has the corpus's default.
+      num_heldout: Held-out documents per scene.
+      tokenizer_docs: Documents per scene that the tokenizer is trained on.
+      vocab_size: Of the tokenizer that is trained on it.
+      row_len: Tokens per packed training row.
+    """
+
+    seed: int = 0
+    target_chars: dict[str, int] = dataclasses.field(default_factory=dict)
+    num_heldout: int = 200
+    tokenizer_docs: int = 3000
+    vocab_size: int = 2048
+    row_len: int = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetTrainConfig:
+    """Pre-training of a small target.
+
+    Attributes:
+      num_steps: Optimizer steps.
+      batch_rows: Packed rows per step.
+      mix: Share of rows per scene.
+      muon_lr: Peak rate of matrices (updates are RMS-matched to AdamW's).
+      adamw_lr: Peak rate of embeddings, head, router, norms and sinks.
+      weight_decay: Decoupled, on matrices.
+      warmup_steps: Linear warm-up.
+      decay_fraction: Last part of the run, in which rates fall linearly to zero.
+      clip_norm: Global gradient norm.
+      capacity_factor: Rows an expert may take, in multiples of the mean.
+      balance_rate: Step of the selection bias.
+      eval_every: Steps between held-out losses.
+      save_every: Steps between checkpoints.
+    """
+
+    num_steps: int = 4000
+    batch_rows: int = 8
+    mix: dict[str, float] = dataclasses.field(default_factory=dict)
+    muon_lr: float = 8e-3
+    adamw_lr: float = 3e-3
+    weight_decay: float = 0.01
+    warmup_steps: int = 50
+    decay_fraction: float = 0.6
+    clip_norm: float = 1.0
+    capacity_factor: float = 1.25
+    balance_rate: float = 3e-3
+    eval_every: int = 500
+    save_every: int = 250
+
+
+@dataclasses.dataclass(frozen=True)
+class RegenerateConfig:
+    """The target answers prompts: the drafter learns the target's own text.
+
+    Attributes:
+      num_tokens: Generated tokens in all.
+      greedy_share: Share of prompts answered greedily; the rest at `temperature`.
+      temperature: Of the sampled share.
+      max_tokens: Longest answer.
+      batch_size: Rows decoded at once.
+      num_heldout: Held-out prompts per scene for the simulated accept length.
+    """
+
+    num_tokens: int = 800_000
+    greedy_share: float = 0.67
+    temperature: float = 0.8
+    max_tokens: int = 200
+    batch_size: int = 128
+    num_heldout: int = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterTrainConfig:
+    """Distillation of a DFlash drafter on the target's own text.
+
+    Attributes:
+      num_steps: Optimizer steps.
+      batch_rows: Packed rows per step.
+      row_len: Tokens per row.
+      num_anchors: Draft blocks per row and step, at random positions.
+      gamma: Decay of the position weights exp(-(k-1)/gamma).
+      mix: Share of rows per scene.
+      muon_lr: Peak rate of matrices.
+      adamw_lr: Peak rate of norms and the mask vector.
+      weight_decay: Decoupled, on matrices.
+      warmup_steps: Linear warm-up.
+      decay_fraction: Last part of the run, in which rates fall linearly to zero.
+      clip_norm: Global gradient norm.
+      eval_every: Steps between held-out evaluations (simulated accept length).
+      save_every: Steps between checkpoints.
+    """
+
+    num_steps: int = 10_000
+    batch_rows: int = 4
+    row_len: int = 256
+    num_anchors: int = 32
+    gamma: float = 4.0
+    mix: dict[str, float] = dataclasses.field(default_factory=dict)
+    muon_lr: float = 8e-3
+    adamw_lr: float = 2e-3
+    weight_decay: float = 0.01
+    warmup_steps: int = 50
+    decay_fraction: float = 0.6
+    clip_norm: float = 1.0
+    eval_every: int = 1000
+    save_every: int = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class ExperimentConfig:
+    """One run from text to an exported target + drafter; see `train/recipe.py` for the stages.
+
+    Attributes:
+      name: Of the run; the default run directory is runs/NAME.
+      seed: Of initial weights, batches and anchors.
+      corpus: Text and tokenizer.
+      target: Architecture of the target.
+      target_train: Its pre-training.
+      regenerate: How the target answers the training prompts.
+      drafter: Architecture of the drafter.
+      drafter_train: Its distillation.
+    """
+
+    name: str
+    seed: int
+    corpus: CorpusConfig
+    target: TargetConfig
+    target_train: TargetTrainConfig
+    regenerate: RegenerateConfig
+    drafter: DrafterConfig
+    drafter_train: DrafterTrainConfig
+
+    def __post_init__(self):
+        self.drafter.check_fits(self.target)
+        require(
+            self.target.vocab_size == self.corpus.vocab_size,
+            f"target.vocab_size {self.target.vocab_size} differs from corpus.vocab_size "
+            f"{self.corpus.vocab_size}",
+        )
+        require(
+            self.target.moe is None or not self.target.moe.is_mxfp4,
+            "target.moe.is_mxfp4: packed experts have no gradient and cannot be trained",
+        )

