@@ -181,33 +181,43 @@ class DecodedTensors:
         dtype = self.tensors.dtype(self._stored(name)).name
         return f"{dtype} fused" if name in self._fused else dtype
 
-    def get(self, name: str) -> np.ndarray:
-        """One logical tensor; read-only where it is a view of the file."""
+    def get(self, name: str, region: tuple[slice, ...] = ()) -> np.ndarray:
+        """One logical tensor or a region of it; read-only where it is a view of the file."""
         if name not in self._names:
             raise CheckpointError(f"{self.path}: no tensor {name!r}{nearest(name, self._names)}")
         stored = self._stored(name)
-        array = self.tensors.get(stored)
-        if name in self._shared:
-            return self._get_scaled_together(name, array)
+        is_fp8 = self.tensors.dtype(stored) == _FP8
+        if not is_fp8 and name not in self._fused:
+            return self.tensors.get(stored, region)
+        rows, columns = (*region, slice(None), slice(None))[:2]
+        row = np.arange(self.shape(name)[0])
         if name in self._fused:
             prefix, part_idx = self._fused[name]
-            layout = self._layouts[prefix]
-            rows = layout.rows_of(part_idx)
-            if array.dtype != _FP8:
-                return array[rows]
-            scale = self.tensors.get(stored + "_scale_inv")
-            scale_row = fp8.scale_rows(len(array), layout.num_chunks)
-            return fp8.dequantize_rows(array[rows], scale, scale_row[rows])
-        if array.dtype == _FP8:
-            return fp8.dequantize(array, self.tensors.get(stored + "_scale_inv"))
-        return array
+            row = self._layouts[prefix].rows_of(part_idx)
+        row = row[rows]
+        # A slice where the rows follow each other: then nothing is copied before decoding.
+        is_run = len(row) > 0 and bool((np.diff(row) == 1).all())
+        where = slice(row[0], row[-1] + 1) if is_run else row
+        array = self.tensors.get(stored)[where, columns]
+        if not is_fp8:
+            return array
+        scale, scale_row = self._scales(name, stored)
+        return fp8.dequantize_rows(array, scale, scale_row[row], columns.indices(
+            self.shape(name)[1]
+        )[0])
 
-    def _get_scaled_together(self, name: str, codes: np.ndarray) -> np.ndarray:
+    def _scales(self, name: str, stored: str) -> tuple[np.ndarray, np.ndarray]:
+        """Scales of a stored FP8 weight and the scale row of each of its rows."""
+        if name not in self._shared:
+            num_chunks = 1
+            if name in self._fused:
+                num_chunks = self._layouts[self._fused[name][0]].num_chunks
+            scale = self.tensors.get(stored + "_scale_inv")
+            return scale, fp8.scale_rows(self.tensors.shape(stored)[0], num_chunks)
         prefix = self._shared[name]
         layout = self._layouts[prefix]
         place_k, place_v, _ = fp8.split_kv_scale_rows(layout.num_chunks, *layout.widths[1:])
         scale = np.concatenate(
             [self.tensors.get(f"{prefix}{part}.weight_scale_inv") for part in QKV_PARTS[1:]]
         )
-        is_keys = name.endswith("k_proj.weight")
-        return fp8.dequantize_rows(codes, scale, place_k if is_keys else place_v)
+        return scale, place_k if name.endswith("k_proj.weight") else place_v

@@ -5,7 +5,9 @@ stored (FP8 blocks, a fused qkv) is the business of `decoded.py`; MXFP4 experts 
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -190,16 +192,25 @@ def is_ignored(config: TargetConfig, name: str) -> bool:
     return name.startswith(IGNORED_PREFIXES) or name.endswith(IGNORED_SUFFIXES)
 
 
-def load_target(directory: str | os.PathLike, dtype=None, *, qkv_layout: str | None = None):
+def load_target(
+    directory: str | os.PathLike,
+    dtype=None,
+    *,
+    qkv_layout: str | None = None,
+    sharding_of: Callable[[str], Any] | None = None,
+    on_progress: Callable[[int, int], object] = lambda done_bytes, total_bytes: None,
+):
     """A target from a published checkpoint directory.
 
-    FP8 weights are decoded; MXFP4 experts stay packed.
+    FP8 weights are decoded; MXFP4 experts stay packed. Every device's part is read directly.
 
     Args:
       directory: Holds config.json and the safetensors.
       dtype: Of the parameters; default: that of the embedding in the file. The router and its
         bias are float32 always.
       qkv_layout: See `open_target`.
+      sharding_of: Parameter name -> jax.sharding.Sharding; None = the default device.
+      on_progress: Called after each parameter with (bytes so far, bytes in all).
 
     Returns:
       (TargetConfig, graph, params) as `models.params.split` gives them.
@@ -211,7 +222,12 @@ def load_target(directory: str | os.PathLike, dtype=None, *, qkv_layout: str | N
     if dtype is None and "model.embed_tokens.weight" in tensors:
         dtype = tensors.dtype("model.embed_tokens.weight")
     flat = name_map.read_leaves(
-        tensors, target_leaves(config), dtype, is_ignored=lambda name: is_ignored(config, name)
+        tensors,
+        target_leaves(config),
+        dtype,
+        is_ignored=lambda name: is_ignored(config, name),
+        sharding_of=sharding_of,
+        on_progress=on_progress,
     )
     graph, like = abstract(lambda: Target(config, rngs=nnx.Rngs(0), dtype=dtype))
     return config, graph, unflatten(like, flat)

@@ -9,12 +9,15 @@ config.json is removed first and written last.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -74,17 +77,54 @@ class Leaf:
             index.insert(self.stack_axis, expert_idx)
         return tuple(index)
 
-    def assemble(self, tensors: list[np.ndarray], dtype) -> np.ndarray:
-        """The parameter from its sources."""
-        value = np.zeros(self.shape, dtype)
-        for source_idx, tensor in enumerate(tensors):
-            value[self._slot(source_idx)] = tensor if self.is_plain else tensor.T
+    def read(self, get: Callable, index: tuple[slice, ...], dtype) -> np.ndarray:
+        """A region of the parameter, touching only the bytes of the files that it needs.
+
+        Args:
+          get: (source name, region of it) -> array; see `Tensors.get`.
+          index: One slice of step 1 per dimension of the parameter.
+          dtype: Of the result.
+
+        Example: w_qkv [d, 448] of q, k, v with 288, 96 and 64 rows, columns 280:300 -> rows
+          280:288 of q and 0:12 of k are read, whole rows.
+        """
+        wanted = [range(*part.indices(size)) for part, size in zip(index, self.shape, strict=True)]
+        value = np.zeros([len(part) for part in wanted], dtype)
+        for source_idx, source in enumerate(self.sources):
+            place, region = _overlap(self._slot(source_idx), self.shape, wanted)
+            if place is None:
+                continue
+            tensor = get(source, region if self.is_plain else region[::-1])
+            value[place] = tensor if self.is_plain else tensor.T
         return value
 
     def take_apart(self, value: np.ndarray, source_idx: int) -> np.ndarray:
         """One source from the parameter: the inverse of `assemble`."""
         part = value[self._slot(source_idx)]
         return part if self.is_plain else part.T
+
+
+def _overlap(slot: tuple, shape: tuple[int, ...], wanted: list[range]):
+    """Where a source and a wanted region meet: (index in the region, region of the source).
+
+    The source fills `slot` of a parameter of this shape: an integer on a stack axis, slices
+    elsewhere. (None, None) where they do not meet.
+    """
+    slot = (*slot, *(slice(None),) * (len(shape) - len(slot)))
+    place, region = [], []
+    for held, size, part in zip(slot, shape, wanted, strict=True):
+        if isinstance(held, int):
+            if held not in part:
+                return None, None
+            place.append(held - part.start)
+            continue
+        first, last, _ = held.indices(size)
+        low, high = max(first, part.start), min(last, part.stop)
+        if low >= high:
+            return None, None
+        place.append(slice(low - part.start, high - part.start))
+        region.append(slice(low - first, high - first))
+    return tuple(place), tuple(region)
 
 
 FLOAT32, UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
@@ -144,7 +184,7 @@ class Tensors(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype(self, name: str) -> np.dtype: ...
     def file_of(self, name: str) -> Path: ...
-    def get(self, name: str) -> np.ndarray: ...
+    def get(self, name: str, region: tuple[slice, ...] = ()) -> np.ndarray: ...
 
 
 def _check_names(leaves: list[Leaf], tensors: Tensors, alias: dict, is_ignored) -> None:
@@ -170,8 +210,12 @@ def read_leaves(
     *,
     is_ignored=lambda name: False,
     prefix: str = "",
-) -> dict[str, jnp.ndarray]:
-    """Every parameter by name.
+    sharding_of: Callable[[str], Any] | None = None,
+    on_progress: Callable[[int, int], object] = lambda done_bytes, total_bytes: None,
+) -> dict[str, jax.Array]:
+    """Every parameter by name, read part by part straight into place.
+
+    Beside the parameters themselves the host holds one device's part of one parameter at a time.
 
     Args:
       tensors: Opened files.
@@ -179,17 +223,27 @@ def read_leaves(
       dtype: Of all parameters that are not float32 by declaration.
       is_ignored: Whether a tensor that no leaf wants is expected all the same.
       prefix: May stand before any tensor name.
+      sharding_of: Parameter name -> jax.sharding.Sharding; None = the default device.
+      on_progress: Called after each parameter with (bytes so far, bytes in all).
 
     Raises:
       CheckpointError: If a tensor is missing, has another shape, is no plain float where one is
         needed (or no bytes where they are), or has no place in the model.
     """
     alias = check_leaves(tensors, leaves, is_ignored=is_ignored, prefix=prefix)
+    get = lambda source, region: tensors.get(alias[source], region)
+    size_of = lambda leaf: math.prod(leaf.shape) * (leaf.dtype or np.dtype(dtype)).itemsize
+    total_bytes, done_bytes = sum(map(size_of, leaves)), 0
     flat = {}
     for leaf in leaves:
-        sources = [tensors.get(alias[source]) for source in leaf.sources]
-        value = leaf.assemble(sources, leaf.dtype or np.dtype(dtype))
-        flat[leaf.name] = jnp.array(value)
+        read = functools.partial(leaf.read, get, dtype=leaf.dtype or np.dtype(dtype))
+        if sharding_of is None:
+            flat[leaf.name] = jnp.asarray(read((slice(None),) * len(leaf.shape)))
+        else:
+            sharding = sharding_of(leaf.name)
+            flat[leaf.name] = jax.make_array_from_callback(leaf.shape, sharding, read)
+        done_bytes += size_of(leaf)
+        on_progress(done_bytes, total_bytes)
     return flat
 
 

@@ -303,14 +303,15 @@ class SafetensorsDir:
         self._entry(name)
         return self._file_of[name]
 
-    def get(self, name: str) -> np.ndarray:
-        """One tensor as a read-only view of the mapped file."""
+    def get(self, name: str, region: tuple[slice, ...] = ()) -> np.ndarray:
+        """One tensor, or a region of it, as a read-only view of the mapped file."""
         entry = self._entry(name)
         if entry.begin == entry.end:
-            return np.zeros(entry.shape, entry.dtype)
+            return np.zeros(entry.shape, entry.dtype)[region]
         file = self._file_of[name]
         if file not in self._maps:
             with file.open("rb") as handle:
                 self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
         offset = self._data_start[file] + entry.begin
-        return np.ndarray(entry.shape, entry.dtype, buffer=self._maps[file], offset=offset)
+        array = np.ndarray(entry.shape, entry.dtype, buffer=self._maps[file], offset=offset)
+        return array[region]

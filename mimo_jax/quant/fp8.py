@@ -57,9 +57,11 @@ def scale_rows(num_rows: int, num_chunks: int = 1) -> np.ndarray:
     return row // chunk_rows * num_blocks(chunk_rows) + row % chunk_rows // BLOCK_LEN
 
 
-def dequantize_rows(codes: np.ndarray, scale: np.ndarray, scale_row: np.ndarray) -> np.ndarray:
-    """As `dequantize` with the scale row of every row given: int [out]."""
-    columns = np.arange(codes.shape[1]) // BLOCK_LEN
+def dequantize_rows(
+    codes: np.ndarray, scale: np.ndarray, scale_row: np.ndarray, first_column: int = 0
+) -> np.ndarray:
+    """As `dequantize` for a region: int [rows] scale row of each, and where its columns begin."""
+    columns = (first_column + np.arange(codes.shape[1])) // BLOCK_LEN
     values = codes.astype(np.float32)
     values *= scale.astype(np.float32)[scale_row][:, columns]
     return values
