@@ -16,7 +16,7 @@ product of one row; plain decoding then is many times slower than in float32. Us
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -129,6 +129,7 @@ class LLM:
         dtype: str = "float32",
         *,
         qkv_layout: str | None = None,
+        on_progress: Callable[[int, int], object] = lambda done_bytes, total_bytes: None,
     ) -> "LLM":
         """Reads a published checkpoint directory.
 
@@ -140,6 +141,7 @@ class LLM:
           dtype: Of weights and caches, "float32" or "bfloat16" (slow on CPUs, see the module).
           qkv_layout: "plain" for MiMo files re-exported with a fused qkv of rows [Q; K; V], which
             nothing in them tells apart from the published ones; see `hf_target.open_target`.
+          on_progress: Called as parameters are read, with (bytes so far, bytes in all).
 
         Raises:
           CheckpointError: Naming file and key of whatever cannot be used.
@@ -148,7 +150,9 @@ class LLM:
         if dtype not in DTYPES:
             raise ConfigError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
         directory = Path(checkpoint_dir)
-        config, *rest = load_target(directory, DTYPES[dtype], qkv_layout=qkv_layout)
+        config, *rest = load_target(
+            directory, DTYPES[dtype], qkv_layout=qkv_layout, on_progress=on_progress
+        )
         drafter_dir = find_drafter(directory) if drafter == "auto" else drafter
         return cls(
             Model(config, *rest),

@@ -38,7 +38,7 @@ from mimo_jax.serving.jsonl import (
     write_whole,
 )
 from mimo_jax.serving.options import BatchOptions
-from mimo_jax.serving.progress import JobBar
+from mimo_jax.serving.progress import JobBar, loading_bar
 from mimo_jax.serving.requests import Line, LineError, parse_line
 from mimo_jax.timing import Stopwatch
 
@@ -205,9 +205,14 @@ def _decode(
 
 def _load(options: BatchOptions) -> LLM:
     drafter = None if options.draft == "off" else (options.drafter or "auto")
-    return LLM.load(
-        options.checkpoint, drafter, options.dtype, qkv_layout=options.qkv_layout
-    )
+    with loading_bar(options.quiet) as report:
+        return LLM.load(
+            options.checkpoint,
+            drafter,
+            options.dtype,
+            qkv_layout=options.qkv_layout,
+            on_progress=report,
+        )
 
 
 def _check_paths(options: BatchOptions) -> None:

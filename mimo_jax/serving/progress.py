@@ -1,7 +1,31 @@
 """The bar of a running job, on stderr, so that stdout may carry the answers."""
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TransferSpeedColumn,
+)
+
+
+@contextlib.contextmanager
+def loading_bar(is_quiet: bool) -> Iterator[Callable[[int, int], object]]:
+    """A bar in bytes for reading a checkpoint; gives the function that `LLM.load` reports to.
+
+    Example: `with loading_bar(False) as report: LLM.load(path, on_progress=report)`.
+    """
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=is_quiet) as progress:
+        task = progress.add_task("loading", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 class JobBar:
