@@ -7,10 +7,10 @@ stored (FP8 blocks, a fused qkv) is the business of `decoded.py`; MXFP4 experts 
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from mimo_jax.checkpoint import name_map
 from mimo_jax.checkpoint.decoded import PLAIN, QKV_LAYOUTS, DecodedTensors, QkvLayout
@@ -197,7 +197,7 @@ def load_target(
     dtype=None,
     *,
     qkv_layout: str | None = None,
-    sharding_of: Callable[[str], Any] | None = None,
+    sharding_of: Callable[[str], NamedSharding] | None = None,
     on_progress: Callable[[int, int], object] = lambda done_bytes, total_bytes: None,
 ):
     """A target from a published checkpoint directory.
@@ -209,7 +209,7 @@ def load_target(
       dtype: Of the parameters; default: that of the embedding in the file. The router and its
         bias are float32 always.
       qkv_layout: See `open_target`.
-      sharding_of: Parameter name -> jax.sharding.Sharding; None = the default device.
+      sharding_of: Parameter name -> NamedSharding; None = the default device.
       on_progress: Called after each parameter with (bytes so far, bytes in all).
 
     Returns:

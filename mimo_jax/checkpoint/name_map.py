@@ -15,18 +15,20 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError, nearest
 from pallas_kernels.formats import MX_GROUP_LEN
 
 _BYTE_DTYPES = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e8m0fnu))
+_SMALL_BYTES = 16 << 20  # below it compiling a transposition costs more than a host's takes
 _FLOAT_DTYPES = tuple(np.dtype(d) for d in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
 
 
@@ -54,54 +56,69 @@ class Leaf:
     dtype: np.dtype | None = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape with every tensor as the file holds it: experts first, then [out, in]."""
         if self.is_plain:
-            return (self.num_stacked, *self.shapes[0]) if self.num_stacked else self.shapes[0]
-        shape = [self.shapes[0][1], sum(out for out, _ in self.shapes)]
-        if self.num_stacked:
-            shape.insert(self.stack_axis, self.num_stacked)
-        return tuple(shape)
+            shape = self.shapes[0]
+        else:
+            shape = (sum(out for out, _ in self.shapes), self.shapes[0][1])
+        return (self.num_stacked, *shape) if self.num_stacked else shape
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Axis of the stored shape that each axis of the parameter is."""
+        rank = len(self.stored_shape)
+        if self.is_plain:
+            return tuple(range(rank))
+        if not self.num_stacked:
+            return (1, 0)
+        return (0, 2, 1) if self.stack_axis == 0 else (2, 0, 1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.stored_shape[axis] for axis in self.axes)
 
     def source_shape(self, source_idx: int) -> tuple[int, ...]:
         return self.shapes[source_idx % len(self.shapes)]
 
-    def _slot(self, source_idx: int):
-        """Index of one source in the parameter."""
+    def _slot(self, source_idx: int) -> tuple[int | slice, ...]:
+        """Index of one source in the stored shape."""
         if self.is_plain:
             return (source_idx,) if self.num_stacked else ()
         expert_idx, part_idx = divmod(source_idx, len(self.shapes))
         first = sum(out for out, _ in self.shapes[:part_idx])
         part = slice(first, first + self.shapes[part_idx][0])
-        index: list[slice | int] = [slice(None), part]
-        if self.num_stacked:
-            index.insert(self.stack_axis, expert_idx)
-        return tuple(index)
+        return (expert_idx, part) if self.num_stacked else (part,)
 
     def read(self, get: Callable, index: tuple[slice, ...], dtype) -> np.ndarray:
-        """A region of the parameter, touching only the bytes of the files that it needs.
+        """A region in the stored order, touching only the bytes of the files that it needs.
 
         Args:
           get: (source name, region of it) -> array; see `Tensors.get`.
-          index: One slice of step 1 per dimension of the parameter.
+          index: One slice of step 1 per axis of `stored_shape`.
           dtype: Of the result.
 
-        Example: w_qkv [d, 448] of q, k, v with 288, 96 and 64 rows, columns 280:300 -> rows
-          280:288 of q and 0:12 of k are read, whole rows.
+        Example: w_qkv of q, k, v with 288, 96 and 64 rows, index 280:300 of the rows -> rows
+          280:288 of q and 0:12 of k are read.
         """
-        wanted = [range(*part.indices(size)) for part, size in zip(index, self.shape, strict=True)]
-        value = np.zeros([len(part) for part in wanted], dtype)
+        sizes = self.stored_shape
+        wanted = [range(*part.indices(size)) for part, size in zip(index, sizes, strict=True)]
+        places = []
         for source_idx, source in enumerate(self.sources):
-            place, region = _overlap(self._slot(source_idx), self.shape, wanted)
-            if place is None:
-                continue
-            tensor = get(source, region if self.is_plain else region[::-1])
-            value[place] = tensor if self.is_plain else tensor.T
+            place, region = _overlap(self._slot(source_idx), sizes, wanted)
+            if place is not None:
+                places.append((place, source, region))
+        if len(places) == 1 and len(self.sources) == 1:  # then it is the file itself, not copied
+            return np.asarray(get(places[0][1], places[0][2]), dtype)
+        value = np.zeros([len(part) for part in wanted], dtype)
+        for place, source, region in places:
+            value[place] = get(source, region)
         return value
 
     def take_apart(self, value: np.ndarray, source_idx: int) -> np.ndarray:
-        """One source from the parameter: the inverse of `assemble`."""
-        part = value[self._slot(source_idx)]
-        return part if self.is_plain else part.T
+        """One source from the parameter, as the file holds it."""
+        stored = np.transpose(value, np.argsort(self.axes))
+        return stored[self._slot(source_idx)]
 
 
 def _overlap(slot: tuple, shape: tuple[int, ...], wanted: list[range]):
@@ -210,7 +227,7 @@ def read_leaves(
     *,
     is_ignored=lambda name: False,
     prefix: str = "",
-    sharding_of: Callable[[str], Any] | None = None,
+    sharding_of: Callable[[str], NamedSharding] | None = None,
     on_progress: Callable[[int, int], object] = lambda done_bytes, total_bytes: None,
 ) -> dict[str, jax.Array]:
     """Every parameter by name, read part by part straight into place.
@@ -223,7 +240,7 @@ def read_leaves(
       dtype: Of all parameters that are not float32 by declaration.
       is_ignored: Whether a tensor that no leaf wants is expected all the same.
       prefix: May stand before any tensor name.
-      sharding_of: Parameter name -> jax.sharding.Sharding; None = the default device.
+      sharding_of: Parameter name -> NamedSharding; None = the default device.
       on_progress: Called after each parameter with (bytes so far, bytes in all).
 
     Raises:
@@ -236,15 +253,42 @@ def read_leaves(
     total_bytes, done_bytes = sum(map(size_of, leaves)), 0
     flat = {}
     for leaf in leaves:
-        read = functools.partial(leaf.read, get, dtype=leaf.dtype or np.dtype(dtype))
+        final = leaf.dtype or np.dtype(dtype)
+        in_file = {tensors.dtype(alias[source]) for source in leaf.sources}
+        common = in_file.pop() if len(in_file) == 1 else final
+        read = functools.partial(leaf.read, get, dtype=common)
         if sharding_of is None:
-            flat[leaf.name] = jnp.asarray(read((slice(None),) * len(leaf.shape)))
+            stored = read((slice(None),) * len(leaf.shape))
+            if stored.nbytes < _SMALL_BYTES:
+                flat[leaf.name] = jnp.array(np.transpose(stored, leaf.axes), final)
+            else:
+                flat[leaf.name] = _arrange(jnp.asarray(stored), leaf.axes, final, None)
         else:
             sharding = sharding_of(leaf.name)
-            flat[leaf.name] = jax.make_array_from_callback(leaf.shape, sharding, read)
+            like_stored = _stored_sharding(sharding, leaf.axes)
+            stored = jax.make_array_from_callback(leaf.stored_shape, like_stored, read)
+            flat[leaf.name] = _arrange(stored, leaf.axes, final, sharding)
+        flat[leaf.name].block_until_ready()  # or the next one would be read beside it
         done_bytes += size_of(leaf)
         on_progress(done_bytes, total_bytes)
     return flat
+
+
+def _stored_sharding(sharding: NamedSharding, axes: tuple[int, ...]) -> NamedSharding:
+    """The sharding of an array before its axes are arranged as `axes`."""
+    spec = (*sharding.spec, *(None,) * (len(axes) - len(sharding.spec)))
+    stored = [None] * len(axes)
+    for axis, name in zip(axes, spec, strict=True):
+        stored[axis] = name
+    return NamedSharding(sharding.mesh, PartitionSpec(*stored))
+
+
+def _arrange(stored: jax.Array, axes: tuple[int, ...], dtype: np.dtype, sharding) -> jax.Array:
+    """The parameter from its stored form, on the device: a host transposes 1 GB/s at best."""
+    if axes == tuple(range(len(axes))) and stored.dtype == dtype:
+        return jnp.array(stored)  # its own memory: the source may be the mapped file
+    arrange = lambda x: jnp.transpose(x, axes).astype(dtype)
+    return jax.jit(arrange, out_shardings=sharding)(stored)
 
 
 def check_leaves(
