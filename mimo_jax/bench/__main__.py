@@ -1,4 +1,4 @@
-"""`python -m mimo_jax.bench decode`: tables on the terminal, JSON beside them."""
+"""`python -m mimo_jax.bench decode|load`: tables on the terminal, JSON beside them."""
 
 import dataclasses
 import json
@@ -36,11 +36,45 @@ class Decode:
     """Where the figures are written."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Rate and memory of reading a checkpoint into 8 virtual CPU devices, against dd."""
+
+    directory: Path = Path("out/bench/load")
+    """Where the synthetic checkpoint is written, once; it stays there."""
+    num_layers: int = 20
+    """Layers of it, 0.2 GB each."""
+    json: Path | None = Path("out/bench/load.json")
+    """Where the figures are written."""
+
+
 def main() -> int:
     arguments = tyro.extras.subcommand_cli_from_dict(
-        {"decode": Decode}, description="Measures decoding: tables on the terminal, JSON beside."
+        {"decode": Decode, "load": Load},
+        description="Measures: tables on the terminal, JSON beside.",
     )
-    return run_decode(arguments)
+    return run_load(arguments) if isinstance(arguments, Load) else run_decode(arguments)
+
+
+def run_load(arguments: Load) -> int:
+    """Writes the checkpoint if needed, measures, prints and writes the JSON."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    from mimo_jax.bench import load_bench
+    from mimo_jax.train.provenance import machine
+
+    console = Console()
+    with console.status("writing the checkpoint"):
+        load_bench.write_synthetic(arguments.directory, arguments.num_layers)
+    figures = load_bench.measure_load(arguments.directory)
+    results = dataclasses.asdict(figures) | {"ratio": figures.ratio, "machine": machine()}
+    console.print(json.dumps(results, indent=1))
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
 
 
 def _table(title: str, rows: dict[str, dict], columns: dict[str, str]) -> Table:

@@ -256,7 +256,7 @@ def read_leaves(
         final = leaf.dtype or np.dtype(dtype)
         in_file = {tensors.dtype(alias[source]) for source in leaf.sources}
         common = in_file.pop() if len(in_file) == 1 else final
-        read = functools.partial(leaf.read, get, dtype=common)
+        read: Callable[..., np.ndarray] = functools.partial(leaf.read, get, dtype=common)
         if sharding_of is None:
             stored = read((slice(None),) * len(leaf.shape))
             if stored.nbytes < _SMALL_BYTES:
