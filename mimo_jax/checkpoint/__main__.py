@@ -70,14 +70,20 @@ class Doctor:
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """Writes a checkpoint anew: FP8 decoded, q, k and v apart, MXFP4 experts as they are."""
+    """Writes a checkpoint anew, with its drafter and text files.
+
+    The layout "transformers" holds plain weights, q, k and v apart; "published" is that of the
+    MiMo repositories: FP8 with block scales, fused qkv, MTP heads. MXFP4 experts stay as they are.
+    """
 
     checkpoint: tyro.conf.Positional[Path]
     """Directory of the target."""
     output: tyro.conf.Positional[Path]
     """Directory to write."""
+    layout: Literal["transformers", "published"] = "transformers"
+    """Names and formats of the tensors."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the weights that are not packed."""
+    """Of plain weights in the layout "transformers"; "published" prescribes its own."""
     qkv_layout: QkvLayout | None = None
     """As in inspect."""
 
@@ -183,10 +189,13 @@ def run_export(arguments: Export, console: Console) -> int:
     import jax.numpy as jnp
 
     from mimo_jax.checkpoint.hf_drafter import find_drafter, load_drafter, save_drafter
-    from mimo_jax.checkpoint.hf_target import load_target, save_target
+    from mimo_jax.checkpoint.hf_published import save_published
+    from mimo_jax.checkpoint.hf_target import load_mtp_heads, load_target, save_target
     from mimo_jax.checkpoint.json_config import read_json
 
-    dtype = jnp.dtype(arguments.dtype)
+    is_published = arguments.layout == "published"
+    # Products of FP8 codes and scales need float32 to be written back bit for bit.
+    dtype = jnp.dtype("float32" if is_published else arguments.dtype)
     source, out = arguments.checkpoint, arguments.output
     if out.resolve() == source.resolve():
         raise ValueError(f"{out}: the output is the checkpoint itself; choose another directory")
@@ -196,12 +205,18 @@ def run_export(arguments: Export, console: Console) -> int:
     drafter_dir = find_drafter(source)
     if drafter_dir is not None:
         drafter_config, _, drafter_params = load_drafter(drafter_dir, dtype)
-        save_drafter(out / "dflash", drafter_config, drafter_params, dtype=dtype)
+        drafter_dtype = jnp.bfloat16 if is_published else dtype
+        save_drafter(out / "dflash", drafter_config, drafter_params, dtype=drafter_dtype)
     out.mkdir(parents=True, exist_ok=True)
     for name in TEXT_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
-    save_target(out, config, params, dtype=dtype, extra_config=kept, max_shard_bytes=4 << 30)
+    if is_published:
+        heads = load_mtp_heads(source, dtype, qkv_layout=arguments.qkv_layout)
+        mtp_params = [head for _, head in heads]
+        save_published(out, config, params, mtp_params=mtp_params, extra_config=kept)
+    else:
+        save_target(out, config, params, dtype=dtype, extra_config=kept, max_shard_bytes=4 << 30)
     console.print(f"written to {out}", soft_wrap=True)
     return 0
 

@@ -395,6 +395,40 @@ def write_model(
         for source_idx, source in enumerate(leaf.sources):
             places[source] = (leaf, source_idx)
             sizes[source] = math.prod(leaf.source_shape(source_idx)) * item_bytes
+    def make(source: str) -> np.ndarray:
+        leaf, source_idx = places[source]
+        value = leaf.take_apart(np.asarray(flat[leaf.name]), source_idx)
+        return np.ascontiguousarray(value, leaf.dtype or dtype)
+
+    write_tensors(
+        directory,
+        sizes,
+        make,
+        json_files=json_files,
+        side_files=side_files,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def write_tensors(
+    directory: Path,
+    sizes: dict[str, int],
+    make: Callable[[str], np.ndarray],
+    *,
+    json_files: dict[str, dict],
+    side_files: dict[str, bytes | None] | None = None,
+    max_shard_bytes: int,
+) -> None:
+    """Writes tensors as `write_model` does, one shard in memory at a time.
+
+    Args:
+      directory: Made if needed.
+      sizes: Bytes of every tensor, in the order of the files.
+      make: The tensor of a name, contiguous.
+      json_files: As `write_model`.
+      side_files: As `write_model`.
+      max_shard_bytes: As `write_model`.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").unlink(missing_ok=True)
     shards = _cut_into_shards(sizes, max_shard_bytes)
@@ -402,12 +436,8 @@ def write_model(
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         kept.add(file)
-        tensors = {}
-        for source in shard:
-            leaf, source_idx = places[source]
-            value = leaf.take_apart(np.asarray(flat[leaf.name]), source_idx)
-            tensors[source] = np.ascontiguousarray(value, leaf.dtype or dtype)
-            weight_map[source] = file
+        tensors = {name: make(name) for name in shard}
+        weight_map |= dict.fromkeys(shard, file)
         write_file(directory / file, safetensors.numpy.save(tensors, {"format": "pt"}))
     for old in [*directory.glob("model-*-of-*.safetensors"), directory / "model.safetensors"]:
         if old.name not in kept:

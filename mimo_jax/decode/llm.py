@@ -83,6 +83,27 @@ def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer | None:
     return tokenizer
 
 
+def check_same_tokenizer(ours: Tokenizer | None, drafter_dir: Path) -> None:
+    """Refuses a drafter that brings a tokenizer with other pieces: its ids would mean other text.
+
+    Raises:
+      CheckpointError: Naming the first id that differs; also if the drafter's file is damaged.
+    """
+    path = drafter_dir / "tokenizer.json"
+    if ours is None or not path.is_file():
+        return
+    try:
+        theirs = Tokenizer.from_file(path).bytes_by_id()
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    for token_id, (mine, other) in enumerate(zip(ours.bytes_by_id(), theirs, strict=False)):
+        if mine != other:
+            raise CheckpointError(
+                f"{path}: id {token_id} is {other!r}, expected {mine!r} as in the target's; the "
+                "drafter was made for another tokenizer"
+            )
+
+
 class LLM:
     """A target, its drafter if it has one, and the text around them.
 
@@ -154,10 +175,13 @@ class LLM:
             directory, DTYPES[dtype], qkv_layout=qkv_layout, on_progress=on_progress
         )
         drafter_dir = find_drafter(directory) if drafter == "auto" else drafter
+        tokenizer = read_tokenizer(directory, config.vocab_size)
+        if drafter_dir is not None:
+            check_same_tokenizer(tokenizer, Path(drafter_dir))
         return cls(
             Model(config, *rest),
             None if drafter_dir is None else Model(*load_drafter(drafter_dir, DTYPES[dtype])),
-            tokenizer=read_tokenizer(directory, config.vocab_size),
+            tokenizer=tokenizer,
             stop_ids=read_stop_ids(directory, config.vocab_size),
             directory=directory,
         )

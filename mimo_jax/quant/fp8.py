@@ -5,6 +5,7 @@ are cut from the rows of one training shard at a time: where a matrix is the con
 several shards, its scale rows start anew with each (`num_chunks`).
 """
 
+import ml_dtypes
 import numpy as np
 
 BLOCK_LEN = 128
@@ -104,3 +105,76 @@ def split_kv_scale_rows(
     key_place = place(key // keys, key % keys // BLOCK_LEN)
     value_place = place(value // values, (keys + value % values) // BLOCK_LEN)
     return key_place, value_place, total_key_scales
+
+
+MAX_CODE = 448.0
+_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+# Largest first: a quantizer that fills the range leaves 448 in almost every block.
+_CODE_MAGNITUDES = np.unique(np.arange(127, dtype=np.uint8).view(_E4M3).astype(np.float32))[:0:-1]
+_NUM_PROBED = 16
+
+
+def quantize(values: np.ndarray, num_chunks: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of a float32 matrix; exact where the values came from such codes.
+
+    Every block takes the scale amax / 448. If that does not reproduce the block bit for bit, the
+    scales that would put another code at the maximum are tried; a block that no scale reproduces
+    is rounded to nearest (ties to even).
+
+    Args:
+      values: float32 [out, in], finite.
+      num_chunks: Shards along the rows, each with blocks of its own; divides them.
+
+    Returns:
+      (float8_e4m3fn [out, in], float32 of `scale_shape`).
+
+    Raises:
+      ValueError: If a value is not finite or the chunks do not divide the rows.
+
+    Example: a block 0.5, -1.0, 448.0 -> scale 1.0, codes 0.5, -1.0, 448.0.
+    """
+    rows, columns = values.shape
+    if rows % num_chunks:
+        raise ValueError(f"{num_chunks} chunks do not divide {rows} rows")
+    if not np.isfinite(values).all():
+        raise ValueError("values that are not finite have no FP8 form")
+    values = values.astype(np.float32)
+    codes = np.zeros(values.shape, _E4M3)
+    scale = np.ones(scale_shape((rows, columns), num_chunks), np.float32)
+    chunk_rows = rows // num_chunks
+    scale_row = 0
+    for chunk in range(num_chunks):
+        for first in range(0, chunk_rows, BLOCK_LEN):
+            top = chunk * chunk_rows + first
+            bottom = chunk * chunk_rows + min(first + BLOCK_LEN, chunk_rows)
+            for scale_column, left in enumerate(range(0, columns, BLOCK_LEN)):
+                block = (slice(top, bottom), slice(left, left + BLOCK_LEN))
+                codes[block], scale[scale_row, scale_column] = _quantize_block(values[block])
+            scale_row += 1
+    return codes, scale
+
+
+def _quantize_block(block: np.ndarray) -> tuple[np.ndarray, np.float32]:
+    largest = np.abs(block).max()
+    if largest == 0:
+        return np.zeros(block.shape, _E4M3), np.float32(1)
+    flat = block.reshape(-1)
+    probe = flat[flat != 0][:_NUM_PROBED]
+    for magnitude in _CODE_MAGNITUDES:
+        near = np.float32(largest / magnitude)
+        for scale in (near, np.nextafter(near, np.float32(np.inf)), np.nextafter(near, -near)):
+            if scale > 0 and _is_exact(probe, scale) and _is_exact(block, scale):
+                return _to_codes(block, scale), scale
+    scale = np.float32(largest / MAX_CODE)
+    if scale == 0:  # the whole block is below what a scale can hold
+        return np.zeros(block.shape, _E4M3), np.float32(1)
+    return _to_codes(block, scale), scale
+
+
+def _to_codes(values: np.ndarray, scale: np.float32) -> np.ndarray:
+    return np.clip(values / scale, -MAX_CODE, MAX_CODE).astype(_E4M3)
+
+
+def _is_exact(values: np.ndarray, scale: np.float32) -> bool:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool((_to_codes(values, scale).astype(np.float32) * scale == values).all())

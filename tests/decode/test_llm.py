@@ -163,6 +163,24 @@ def test_bfloat16_is_of_all_weights_but_the_router():
         LLM.load(TARGET, dtype="int4")
 
 
+def test_drafter_of_another_tokenizer(tmp_path):
+    """Same vocabulary size, two pieces exchanged: fluent text, drafts of other words."""
+    directory = make_text_checkpoint(tmp_path / "model", with_drafter=False)
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    for file in DRAFTER.iterdir():
+        (drafter / file.name).symlink_to(file.resolve())
+    values = json.loads((directory / "tokenizer.json").read_text())
+    (drafter / "tokenizer.json").write_text(json.dumps(values))
+    LLM.load(directory, drafter)
+    vocab = values["model"]["vocab"]
+    first, second = (next(p for p, i in vocab.items() if i == token_id) for token_id in (65, 66))
+    vocab[first], vocab[second] = 66, 65
+    (drafter / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="id 65 is .* expected .* another tokenizer"):
+        LLM.load(directory, drafter)
+
+
 def test_drafter_of_another_target():
     with pytest.raises(ConfigError, match="num_target_layers is 6, expected 7"):
         LLM.load(TARGET, TARGET.parent / "qwen3-tiny-dflash")
