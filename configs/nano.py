@@ -2,10 +2,10 @@
 
     python train.py --config configs/nano.py
 
-Expected (2026-11-29, seed 0): held-out loss of the target in nats per token, code-stdlib 3.0,
-code-gen 0.48, math 0.38, agent 0.46, chat 0.6; accept length on held-out prompts, greedy, math 5.5,
-agent 4.9, code-gen 4.1, code-stdlib 3.4, chat 3.1.
-Time: about 80 minutes on 2 quiet cores (AMD Zen 4): target 36, regeneration 4, drafter 37.
+Expected (2026-11-30, seed 0): held-out loss of the target in nats per token, code-stdlib 3.1,
+code-gen 0.33, math 0.35, agent 0.36, chat 0.6; accept length on held-out prompts, greedy, math 5.6,
+agent 4.9, code-gen 4.5, code-stdlib 3.2, chat 2.9.
+Time: 85 minutes on 2 cores (AMD Zen 4): target 52, regeneration 3, drafter 29.
 Resumable: the same command goes on where it was stopped.
 """
 

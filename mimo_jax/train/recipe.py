@@ -302,7 +302,7 @@ def export_stage(config: ExperimentConfig, run_dir: Path, trained) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     shutil.copy(run_dir / "corpus" / "tokenizer.json", out / "tokenizer.json")
     (out / "chat_template.jinja").write_text(NANO_CHAT_TEMPLATE)
-    (out / "provenance.json").write_text(json.dumps(record(config), indent=1) + "\n")
+    shutil.copy(run_dir / "config.json", out / "provenance.json")
     save_drafter(out / "dflash", config.drafter, trained["drafter"])
     save_target(
         out,
@@ -339,6 +339,7 @@ def order_prompts_stage(config: ExperimentConfig, run_dir: Path) -> None:
 def run_recipe(config: ExperimentConfig, run_dir: Path) -> Path:
     """All stages in order; returns the exported checkpoint directory."""
     run_dir.mkdir(parents=True, exist_ok=True)
+    # Taken before the work: the tree may move on while a run takes its hour.
     (run_dir / "config.json").write_text(json.dumps(record(config), indent=1) + "\n")
     build_corpus_stage(config, run_dir)
     if not (run_dir / "target" / "export" / "config.json").exists():
