@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -256,7 +256,7 @@ def read_leaves(
         final = leaf.dtype or np.dtype(dtype)
         in_file = {tensors.dtype(alias[source]) for source in leaf.sources}
         common = in_file.pop() if len(in_file) == 1 else final
-        read: Callable[..., np.ndarray] = functools.partial(leaf.read, get, dtype=common)
+        read: Any = functools.partial(leaf.read, get, dtype=common)
         if sharding_of is None:
             stored = read((slice(None),) * len(leaf.shape))
             if stored.nbytes < _SMALL_BYTES:
