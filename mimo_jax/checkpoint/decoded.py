@@ -181,6 +181,10 @@ class DecodedTensors:
         dtype = self.tensors.dtype(self._stored(name)).name
         return f"{dtype} fused" if name in self._fused else dtype
 
+    def prefetch(self, name: str) -> None:
+        """Asks the system to read a tensor's bytes in the background."""
+        self.tensors.prefetch(self._stored(name))
+
     def get(self, name: str, region: tuple[slice, ...] = ()) -> np.ndarray:
         """One logical tensor or a region of it; read-only where it is a view of the file."""
         if name not in self._names:

@@ -201,6 +201,7 @@ class Tensors(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype(self, name: str) -> np.dtype: ...
     def file_of(self, name: str) -> Path: ...
+    def prefetch(self, name: str) -> None: ...
     def get(self, name: str, region: tuple[slice, ...] = ()) -> np.ndarray: ...
 
 
@@ -252,7 +253,9 @@ def read_leaves(
     size_of = lambda leaf: math.prod(leaf.shape) * (leaf.dtype or np.dtype(dtype)).itemsize
     total_bytes, done_bytes = sum(map(size_of, leaves)), 0
     flat = {}
-    for leaf in leaves:
+    for leaf, upcoming in zip(leaves, [*leaves[1:], None], strict=True):
+        for source in upcoming.sources if upcoming else ():
+            tensors.prefetch(alias[source])  # the disk works while this one is arranged
         final = leaf.dtype or np.dtype(dtype)
         in_file = {tensors.dtype(alias[source]) for source in leaf.sources}
         common = in_file.pop() if len(in_file) == 1 else final

@@ -303,15 +303,29 @@ class SafetensorsDir:
         self._entry(name)
         return self._file_of[name]
 
+    def _map(self, file: Path) -> mmap.mmap:
+        if file not in self._maps:
+            with file.open("rb") as handle:
+                self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._maps[file]
+
+    def prefetch(self, name: str) -> None:
+        """Asks the system to read a tensor's bytes in the background."""
+        entry = self._entry(name)
+        file = self._file_of[name]
+        begin = self._data_start[file] + entry.begin
+        first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        if entry.end > entry.begin and hasattr(mmap, "MADV_WILLNEED"):
+            length = begin + entry.end - entry.begin - first
+            self._map(file).madvise(mmap.MADV_WILLNEED, first, length)
+
     def get(self, name: str, region: tuple[slice, ...] = ()) -> np.ndarray:
         """One tensor, or a region of it, as a read-only view of the mapped file."""
         entry = self._entry(name)
         if entry.begin == entry.end:
-            return np.zeros(entry.shape, entry.dtype)[region]
+            empty = np.zeros(entry.shape, entry.dtype)
+            return empty[region] if region else empty
         file = self._file_of[name]
-        if file not in self._maps:
-            with file.open("rb") as handle:
-                self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
         offset = self._data_start[file] + entry.begin
-        array = np.ndarray(entry.shape, entry.dtype, buffer=self._maps[file], offset=offset)
-        return array[region]
+        array = np.ndarray(entry.shape, entry.dtype, buffer=self._map(file), offset=offset)
+        return array[region] if region else array

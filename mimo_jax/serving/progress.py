@@ -23,7 +23,9 @@ def loading_bar(is_quiet: bool) -> Iterator[Callable[[int, int], object]]:
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     )
-    with Progress(*columns, console=Console(stderr=True), disable=is_quiet) as progress:
+    console = Console(stderr=True)
+    is_hidden = is_quiet or not console.is_terminal  # a log wants no bar, an error one line
+    with Progress(*columns, console=console, disable=is_hidden, transient=True) as progress:
         task = progress.add_task("loading", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
