@@ -20,6 +20,10 @@ def test_margins_are_the_golden_ones():
     requests = [Request(row[:16].tolist(), 48) for row in golden["greedy_ids"]]
     got = smallest_margins(target, requests, max_len=64)
     np.testing.assert_allclose(got, golden["greedy_margin"].min(axis=1), atol=2e-5)
+    # One token: prefill's choice, which decides as much as any step's.
+    first = [Request(row[:16].tolist(), 1) for row in golden["greedy_ids"]]
+    got = smallest_margins(target, first, max_len=64)
+    np.testing.assert_allclose(got, golden["greedy_margin"][:, 0], atol=2e-5)
 
 
 def test_a_model_that_cannot_decide_is_always_in_a_tie():
