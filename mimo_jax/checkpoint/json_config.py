@@ -13,6 +13,7 @@ from mimo_jax.checkpoint.safetensors_reader import CheckpointError, parse_json
 from mimo_jax.config import RopeScaling
 
 _REQUIRED = object()
+MAX_NUMBER = 1e38
 MAX_LAYERS, MAX_EXPERTS, MAX_HEADS = 4096, 65536, 65536
 
 
@@ -68,7 +69,10 @@ class Keys:
         return value
 
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        is_right = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
+        """A number within float32's range; nan and infinities are refused."""
+        is_right = lambda v: (
+            isinstance(v, (int, float)) and not isinstance(v, bool) and abs(v) < MAX_NUMBER
+        )
         value = self._get(key, default, is_right, "a number")
         return value if value is None else float(value)
 
