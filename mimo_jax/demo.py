@@ -263,8 +263,8 @@ def break_even_tau(pairs: Sequence[Pair]) -> float:
 def margin(llm: LLM, pair: Pair) -> float | None:
     """By how much the target prefers one of the two tokens at which a pair parts; None at an end.
 
-    A third voice: one forward over the whole text, without caches. Next to nothing (1e-5 and less)
-    is a tie that rounding decides; more is a bug.
+    A third voice: one forward over the whole text, without caches. Below `NEAR_TIE` rounding
+    decides; more is a bug.
     """
     at, ours, theirs = pair.num_shared, pair.dflash.token_ids, pair.plain.token_ids
     if at >= min(len(ours), len(theirs)):

@@ -176,11 +176,6 @@ class DecodedTensors:
         dtype = self.tensors.dtype(self._stored(name))
         return np.dtype(np.float32) if dtype == _FP8 else dtype
 
-    def stored_as(self, name: str) -> str:
-        """One word for a table: the dtype in the file, and "fused" where it is cut out of one."""
-        dtype = self.tensors.dtype(self._stored(name)).name
-        return f"{dtype} fused" if name in self._fused else dtype
-
     def prefetch(self, name: str) -> None:
         """Asks the system to read a tensor's bytes in the background."""
         self.tensors.prefetch(self._stored(name))
@@ -206,9 +201,8 @@ class DecodedTensors:
         if not is_fp8:
             return array
         scale, scale_row = self._scales(name, stored)
-        return fp8.dequantize_rows(array, scale, scale_row[row], columns.indices(
-            self.shape(name)[1]
-        )[0])
+        first_column = columns.indices(self.shape(name)[1])[0]
+        return fp8.dequantize_rows(array, scale, scale_row[row], first_column)
 
     def _scales(self, name: str, stored: str) -> tuple[np.ndarray, np.ndarray]:
         """Scales of a stored FP8 weight and the scale row of each of its rows."""

@@ -14,7 +14,7 @@ training, may drop a token):
               over experts the same products took 3x the time on XLA:CPU.)
   * grouped:  many tokens. Sort by expert, `lax.ragged_dot`.
   * packed:   MXFP4 experts, decoded where they are used: chosen ones gathered for a few tokens, one
-              expert after the other for many. No decoded copy of a layer ever exists.
+              expert after the other for many: a prompt never decodes a whole layer at once.
   * capacity: training. Each expert takes a fixed number of rows, so shapes are static and both
               directions are gathers; measured 1.8x `ragged_dot` on 2 CPU cores (4,096 tokens).
 """

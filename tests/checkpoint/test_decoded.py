@@ -55,8 +55,7 @@ def edited(tmp_path, change, name="pro-tiny"):
     change(tensors)
     tmp_path.mkdir(exist_ok=True)
     shutil.copy(DATA / name / "config.json", tmp_path / "config.json")
-    fp8 = {k: v for k, v in tensors.items()}
-    safetensors.numpy.save_file(fp8, tmp_path / "model.safetensors")
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path
 
 
