@@ -17,10 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 from configs.tiny import mesh_drafter, mesh_target
 from mimo_jax.config import ConfigError
-from mimo_jax.decode.engine import Engine, Request
+from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.filters import filter_logits
 from mimo_jax.decode.generate import generate_all
 from mimo_jax.decode.placement import Model, place_on_mesh, shapes_on_mesh
+from mimo_jax.decode.request import Request
 from mimo_jax.decode.sampling import FILTERED, GREEDY, SAMPLED
 from mimo_jax.layers.vocab import argmax_lowest, embed_rows
 from mimo_jax.models.cut import attention_part, device_order, target_part
