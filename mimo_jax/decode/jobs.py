@@ -129,6 +129,12 @@ def _output(
         text = answer.text
         if answer.is_stopped:
             completion = cut_completion(completion, answer.num_tokens)
+    top = completion.top_logprobs
+    if job.logprobs is None:  # another job of the engine wanted them
+        completion = dataclasses.replace(completion, logprobs=None, top_logprobs=None)
+    elif top is not None:
+        cut = [likeliest[: job.logprobs] for likeliest in top]
+        completion = dataclasses.replace(completion, top_logprobs=cut)
     return Output(
         prompt_ids=list(job.request.prompt_ids),
         token_ids=completion.token_ids,
