@@ -96,6 +96,7 @@ TRAIN = AxisRules(
         "embed": (DATA,),
         "experts": (EXPERT,),
         "heads": (TENSOR,),
+        "kv_heads": (TENSOR,),
         "hidden": (TENSOR,),
         "expert_hidden": (TENSOR,),
         "vocab": (TENSOR,),
