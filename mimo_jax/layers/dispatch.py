@@ -2,10 +2,10 @@
 
 Problem: shapes must be static, and each expert lives on one device of the "expert" axis while its
 tokens lie on all of them. Choice: every expert takes at most `capacity` rows of each *device group*
-(the tokens that one device routes: its own rows of the batch; without a mesh, all tokens). The rows
-stand in slots [e, capacity], so both directions are gathers (1.8x `ragged_dot` on 2 CPU cores, 4,096
-tokens), and one exchange brings them to the devices that own the experts. It has two bodies with the
-same slots, hence the same result:
+(the tokens that one device routes: its own rows of the batch; without a mesh, all tokens). The
+rows stand in slots [e, capacity], so both directions are gathers (1.8x `ragged_dot` on 2 CPU
+cores, 4,096 tokens), and one exchange brings them to the devices that own the experts. It has two
+bodies with the same slots, hence the same result:
 
   * padded: `all_to_all` of all slots. Runs everywhere, and the default.
   * ragged: `ragged_all_to_all` of the filled slots only, one slice per (sender, expert), written
@@ -13,7 +13,8 @@ same slots, hence the same result:
 
 What is dropped depends on the group: smaller groups are less even, so a mesh of more devices drops
 more at one capacity factor. Where nothing is dropped, the result is that of `moe.run_experts`.
-`capacity_factor=None` gives every expert room for its whole group: exact, at e/top_k times the rows.
+`capacity_factor=None` gives every expert room for its whole group: exact, at e/top_k times the
+rows.
 
 Each expert's width may be cut over "tensor": the partial sums are added after the rows have come
 back and been weighted, when they are t rows instead of t * top_k * capacity_factor.
@@ -246,7 +247,7 @@ def route_and_run_on_mesh(
 
     Tokens lie over "data" and "expert" (each device routes its own), experts over "expert", each
     expert's width over "tensor". Weights cut over "data" are gathered on the way in. Routing is
-    inside as well, because the compiler cannot cut a top-k and would gather the scores of all tokens.
+    inside as well: the compiler cannot cut a top-k and would gather the scores of all tokens.
 
     Args:
       route_fn: As in `moe.route_and_run`.
@@ -276,9 +277,8 @@ def route_and_run_on_mesh(
         return jax.lax.psum(out, TENSOR), expert_ids, weights
 
     tokens, whole = P((DATA, EXPERT), None), P()
-    stacks = Experts(
-        gate=P(None, EXPERT, TENSOR), up=P(None, EXPERT, TENSOR), down=P(EXPERT, TENSOR, None)
-    )
+    into_hidden, out_of_hidden = P(None, EXPERT, TENSOR), P(EXPERT, TENSOR, None)
+    stacks = Experts._make((into_hidden, into_hidden, out_of_hidden))
     return jax.shard_map(
         on_device, mesh=mesh, in_specs=(tokens, whole, whole, stacks), out_specs=tokens
     )(x, w_router, selection_bias, experts)

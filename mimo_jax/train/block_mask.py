@@ -14,13 +14,13 @@ itself, so later slots see less context: a=5, window=3, 3 slots -> {3,4}, {4}, {
 
 Choices: anchors are sampled per fixed chunk of 1,024 positions without replacement, in ascending
 order, padded to a static count with `keep` False and position 0. The noise of a chunk depends on
-(seed, step, sequence, chunk) and nothing else, so the anchors are the same on any mesh, and a device
-draws those of its own rows without asking another. (One draw over a whole batch, as it was, ties
-every anchor to the shape of the batch; one over a whole row would tie it to the row's length, and
-its top-k cannot be taken where a row is cut.) A padded anchor sees no context, but its own block, so its
-softmax is finite. The context is gathered, window - 1 features per anchor, so that a block costs
-the same in a row of any length; the mask over it is `layers/masks.draft_context_mask`, the one that
-decoding uses.
+(seed, step, sequence, chunk) and nothing else, so the anchors are the same on any mesh, and a
+device draws those of its own rows without asking another. (One draw over a whole batch, as it was,
+ties every anchor to the shape of the batch; one over a whole row would tie it to the row's length,
+and its top-k cannot be taken where a row is cut.) A padded anchor sees no context, but its own
+block, so its softmax is finite. The context is gathered, window - 1 features per anchor, so that a
+block costs the same in a row of any length; the mask over it is `layers/masks.draft_context_mask`,
+the one that decoding uses.
 
 Source: DFlash, arXiv:2602.06036, section on training; anchor validity as in sgl-project/SpecForge.
 """

@@ -13,8 +13,8 @@ Choices:
   well as ranks, because norms of stacked layers are `[l, d]` and would pass for matrices.
 
 Traps: under plain `jit` the compiler gathers what is cut, every expert included; on a mesh the
-iteration alone runs inside `shard_map` (`sharded_muon.py`), the rest is elementwise and stays where it
-is. Momentum is kept in float32 whatever the parameters are.
+iteration alone runs inside `shard_map` (`sharded_muon.py`), the rest is elementwise and stays where
+it is. Momentum is kept in float32 whatever the parameters are.
 
 Source: K. Jordan et al., "Muon" (2024), for the iteration and its coefficients; arXiv:2502.16982
 for the scale. Differs: float32 throughout instead of bfloat16 (the CPU path is slower in bfloat16).

@@ -1,11 +1,11 @@
 """Where training state, batches and activations lie on a mesh of sharding.TRAIN.
 
 Every function takes `mesh=None` for one device and then changes nothing, so a train step is written
-once. The dense part of a step is left to the compiler (Auto axes): state is cut as its rules say, and
-`whole_over_data` brings a matrix together over "data" for its use and cuts its gradient again (FSDP),
-which leaves row-parallel and tensor-parallel products. What a device can do with its own rows alone
-is run on them by `per_row`: left to itself, the compiler gathers all rows where one indexes another
-array (top-k and flat gathers).
+once. The dense part of a step is left to the compiler (Auto axes): state is cut as its rules say,
+and `whole_over_data` brings a matrix together over "data" for its use and cuts its gradient again
+(FSDP), which leaves row-parallel and tensor-parallel products. What a device can do with its own
+rows alone is run on them by `per_row`: left to itself, the compiler gathers all rows where one
+array indexes another (top-k and flat gathers).
 
 Optimizer state lies as its parameter does. Trap: `jit(optimizer.init)` puts its zeros on one device
 unless told otherwise, since they depend on no input.

@@ -1,21 +1,21 @@
 """Newton-Schulz on matrices that are cut over a mesh.
 
-Problem: every step of the iteration needs whole rows and columns, and the compiler's own answer under
-plain `jit` is to gather every expert on every device. Inside `shard_map` what moves is our choice, once
-per step of training:
+Problem: every step of the iteration needs whole rows and columns, and the compiler's own answer
+under plain `jit` is to gather every expert on every device. Inside `shard_map` what moves is our
+choice, once per training step:
 
-  * cut along neither rows nor columns (experts over "expert", norms' neighbours): nothing moves.
-  * a stack whose matrices are cut (experts over "data" or "tensor" as well): two `all_to_all`s. Each
-    device trades its pieces of all matrices for all pieces of its share of them, and back. Nobody
-    works on a matrix that is not his own, and p devices receive (p - 1) / p of a piece each way
-    where a gather brings p - 1 pieces.
-  * a single matrix: one `all_gather` over all axes that cut it, Newton-Schulz on the whole, keep the
-    own piece. Repeats the iteration on p devices.
+  * cut along neither rows nor columns (experts over "expert" alone): nothing moves.
+  * a stack whose matrices are cut (experts over "data" or "tensor" as well): two `all_to_all`s.
+    Each device trades its pieces of all matrices for all pieces of its share of them, and back. No
+    matrix is worked on twice, and of p devices each receives (p - 1) / p of its piece per way where
+    a gather brings p - 1 pieces.
+  * a single matrix: one `all_gather` over all axes that cut it, Newton-Schulz on the whole, keep
+    the own piece. Repeats the iteration on p devices.
 
 Rejected: one Gram `psum` for a single matrix. Iterates are polynomials of the first Gram matrix, so
-one sum does suffice, and for [r, c] with c > 2r it moves fewer bytes (2 r^2 against r c). But float32
-squares the condition of the matrix: see LOG.md for how far it strays, against 1e-6 here.
-Rejected: one Gram `psum` per iteration, exact but five collectives.
+one sum does suffice, and for [r, c] with c > 2r it moves fewer bytes (2 r^2 against r c). But the
+Gram matrix squares the condition: see LOG.md for how far it strays.
+Rejected: one Gram `psum` per iteration, as close as the gather but five collectives.
 """
 
 import functools

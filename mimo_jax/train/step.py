@@ -8,8 +8,8 @@ so a resumed run repeats an uninterrupted one.
 A drafter step costs the same per anchor whatever the row length: context K/V is projected once
 per row and each block gathers the `window - 1` positions before its anchor.
 
-Both take a mesh (sharding.TRAIN); without one nothing about them changes. See `placement.py` for what
-lies where, `sharded_muon.py` and `layers/dispatch.py` for what moves.
+Both take a mesh (sharding.TRAIN); without one nothing about them changes. See `placement.py` for
+what lies where, `sharded_muon.py` and `layers/dispatch.py` for what moves.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -29,14 +30,17 @@ from mimo_jax.layers.moe import route_and_run
 from mimo_jax.models.params import flatten, unflatten
 from mimo_jax.train import block_mask, losses, muon
 from mimo_jax.train.config import DrafterTrainConfig, TargetTrainConfig
+from mimo_jax.train.data import PackedRows
 from mimo_jax.train.placement import (
     experts_first_spec,
     hold_state,
     is_experts_second,
+    num_row_parts,
     param_shardings,
     path_names,
     per_row,
     place_activation,
+    place_rows,
     state_shardings,
     whole_over_data,
 )
@@ -64,6 +68,13 @@ class Batch(NamedTuple):
     segment_ids: Array
     loss_mask: Array
     positions: Array
+
+
+def place_batch(rows: PackedRows, mesh: Mesh | None = None) -> Batch:
+    """Packed rows on the host -> on the devices, filled up with empty rows where they are short."""
+    num_missing = -len(rows.token_ids) % num_row_parts(mesh)
+    padded = (np.pad(array, ((0, num_missing), (0, 0))) for array in rows)
+    return place_rows(Batch._make(padded), mesh)
 
 
 def _is_matrix(path, leaf) -> bool:
