@@ -23,12 +23,11 @@ from mimo_jax.sharding import TRAIN, make_mesh, parse_mesh
 from mimo_jax.train import loop, recipe
 from mimo_jax.train.config import DrafterTrainConfig, TargetTrainConfig
 from mimo_jax.train.data import PackedRows, pack_documents
+from mimo_jax.train.drafter_step import draw_blocks, make_drafter_step
 from mimo_jax.train.evaluate import make_propose, simulated_accept_length
 from mimo_jax.train.placement import place_params, state_shardings
 from mimo_jax.train.step import (
-    draw_blocks,
     init_state,
-    make_drafter_step,
     make_optimizer,
     make_target_step,
     place_batch,
@@ -225,7 +224,8 @@ def test_a_run_goes_on_on_another_mesh(tmp_path, standard_promotion):
         ({"mesh": (3, 1, 1)}, "target_train.batch_rows: axis batch of 8 cannot be cut into 3"),
         ({"mesh": (1, 1, 4)}, "target.attention.global: axis heads of 6 cannot be cut into 4"),
         ({"mesh": (1, 8, 1)}, "drafter_train.batch_rows: axis batch of 4 cannot be cut into 8"),
-        ({"mesh": (2, 2)}, "mesh 2x2: one size >= 1 is needed for each of data, expert, tensor"),
+        ({"mesh": (2, 2)}, "mesh 2x2 does not fit rules train: one size >= 1 is needed for each"),
+        ({"mesh": (1, 1, 1, 2)}, "drafter_train.row_len of 256 cannot be cut into 2 stretches of"),
         ({"dispatch": "sorted"}, "dispatch 'sorted' is unknown; allowed: padded, ragged"),
     ],
 )
@@ -247,9 +247,10 @@ def test_a_run_asks_for_devices_that_are_there():
     config = nano.get_config()
     assert recipe.run_mesh(config) is None
     assert recipe.run_mesh(dataclasses.replace(config, mesh=(2, 1, 2))).size == 4
-    with pytest.raises(ConfigError, match="mesh 2x4x2 needs 16 devices; there are 8"):
-        many = dataclasses.replace(config.drafter_train, batch_rows=8)
-        recipe.run_mesh(dataclasses.replace(config, mesh=(2, 4, 2), drafter_train=many))
+    eight_rows = dataclasses.replace(config.drafter_train, batch_rows=8)
+    many = dataclasses.replace(config, mesh=(2, 4, 2), drafter_train=eight_rows)
+    with pytest.raises(ConfigError, match="mesh 2x4x2x1 needs 16 devices; there are 8"):
+        recipe.run_mesh(many)
     with pytest.raises(ConfigError, match="dispatch ragged needs GPUs"):
         recipe.run_mesh(dataclasses.replace(config, mesh=(1, 2, 1), dispatch="ragged"))
 
