@@ -72,9 +72,9 @@ def test_slots_literal():
 def test_each_device_group_drops_for_itself():
     """Two groups of 16 tokens, int(16 * 3 * .5) = 24 rows over 16 experts: 2 rows each."""
     x, w_router, bias, experts = draw()
-    out, ids, weights = jax.jit(
-        functools.partial(on_mesh((1, 2, 2), capacity_factor=0.5), ROUTE)
-    )(x, w_router, bias, experts)
+    out, ids, weights = jax.jit(functools.partial(on_mesh((1, 2, 2), capacity_factor=0.5), ROUTE))(
+        x, w_router, bias, experts
+    )
     flat = lambda a: np.asarray(a).reshape(B * T, -1)
     out, ids, weights, x = flat(out), flat(ids), flat(weights), flat(x)
     halves = [
@@ -124,11 +124,9 @@ def test_ragged_equals_padded(monkeypatch):
     """XLA:CPU has no ragged all-to-all, so its documented meaning stands in for it here."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", _ragged_all_to_all_by_gather)
     results = [
-        jax.jit(
-            value_and_gradients(
-                on_mesh((1, 4, 2), capacity_factor=0.5, dispatch=kind)
-            )
-        )(*draw())
+        jax.jit(value_and_gradients(on_mesh((1, 4, 2), capacity_factor=0.5, dispatch=kind)))(
+            *draw()
+        )
         for kind in dispatch.DISPATCHES
     ]
     for padded, ragged in zip(*map(jax.tree.leaves, results), strict=True):
@@ -168,8 +166,6 @@ def test_ragged_compiles_for_eight_gpus():
         dispatch=dispatch.RAGGED,
     )
     whole = NamedSharding(mesh, PartitionSpec())
-    shapes = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), draw()
-    )
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), draw())
     text = jax.jit(value_and_gradients(layer)).lower(*shapes).compile().as_text()
     assert "ragged-all-to-all" in text
