@@ -31,7 +31,8 @@ from jax.sharding import Mesh
 from mimo_jax.checkpoint.hf_drafter import save_drafter
 from mimo_jax.checkpoint.hf_target import load_target, open_target, save_target
 from mimo_jax.config import require
-from mimo_jax.decode.engine import Model, Request
+from mimo_jax.decode.engine import Request
+from mimo_jax.decode.placement import Model
 from mimo_jax.layers.dispatch import PADDED, RAGGED
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import abstract, flatten, split, unflatten
@@ -206,12 +207,9 @@ def load_exported_target(run_dir: Path, mesh: Mesh | None = None) -> Model:
         return Model(*load_target(directory, dtype=jnp.float32))
     target_config, _ = open_target(directory)
     _, like = abstract(lambda: Target(target_config, rngs=nnx.Rngs(0)))
-    shardings = {
-        ".".join(str(part) for part in path): leaf.get_value()
-        for path, leaf in nnx.to_flat_state(param_shardings(like, mesh))
-    }
+    shardings = flatten(param_shardings(like, mesh))
     return Model(
-        *load_target(directory, dtype=jnp.float32, sharding_of=lambda name: shardings[name])
+        *load_target(directory, dtype=jnp.float32, sharding_of=shardings.__getitem__)
     )
 
 
