@@ -160,8 +160,8 @@ def check_collectives_of_target(text: str, sizes) -> None:
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
 def test_anchors_are_the_same_on_any_mesh_and_need_no_collective(sizes):
     mesh = make_mesh(TRAIN, sizes)
-    draw = lambda mesh: functools.partial(
-        draw_blocks, 5, jnp.int32(3), num_anchors=4, draft_block_len=3, mesh=mesh
+    draw = lambda mesh, seed=5, step=3: functools.partial(
+        draw_blocks, seed, jnp.int32(step), num_anchors=4, draft_block_len=3, mesh=mesh
     )
     program = jax.jit(draw(mesh)).lower(place_batch(rows(), mesh)).compile()
     for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
@@ -171,6 +171,8 @@ def test_anchors_are_the_same_on_any_mesh_and_need_no_collective(sizes):
     for ours, one in zip(program(place_batch(rows(), mesh)), expected, strict=True):
         np.testing.assert_array_equal(ours, one)
         assert len({shard.index for shard in ours.addressable_shards}) > 1
+    for other in (draw(None, seed=6), draw(None, step=4)):
+        assert (other(place_batch(rows())).anchor_pos != expected.anchor_pos).any()
 
 
 def test_accept_length_on_a_mesh_that_rows_do_not_divide(standard_promotion):
