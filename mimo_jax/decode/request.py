@@ -102,4 +102,4 @@ def check_request(
             raise ConfigError(f"{count} {what}; at most {most} are allowed")
     needed = mode_for(request)
     if MODES.index(needed) > MODES.index(mode):
-        raise ConfigError(f"a {needed} request needs an engine of mode {needed}")
+        raise ConfigError(f"this request needs an engine of mode {needed}, not {mode}")
