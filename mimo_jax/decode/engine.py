@@ -18,12 +18,13 @@ from jax.sharding import NamedSharding
 
 from mimo_jax import cache as kv
 from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
-from mimo_jax.decode import accept
+from mimo_jax.decode import accept, adaptive, controller
 from mimo_jax.decode.placement import (
     ONE_ROW,
     ROWS,
     Model,
     cache_specs,
+    dtype_of,
     is_cut,
     param_specs,
     program,
@@ -32,7 +33,15 @@ from mimo_jax.decode.placement import (
 )
 from mimo_jax.decode.request import Request, check_request, one_row, row_sampling
 from mimo_jax.decode.sampling import ADJUSTED, GREEDY, adjust_logits, count_ids, sample
-from mimo_jax.decode.step import DecodeState, Logprobs, SeenIds, logprobs_of, run_steps
+from mimo_jax.decode.step import (
+    DecodeState,
+    Logprobs,
+    SeenIds,
+    logprobs_of,
+    plain_step,
+    run_steps,
+    speculative_step,
+)
 from mimo_jax.models.params import transpose_weights
 from mimo_jax.sharding import DATA, DECODE, MODEL
 from mimo_jax.timing import Stopwatch
@@ -92,6 +101,8 @@ class Engine:
       draft_block_len: Slots per draft block; default and maximum is what the drafter was trained
         for.
       rule: Acceptance rule, of accept.RULES.
+      policy: How the controller picks the block length of each step, controller.COSTS or PROFILE;
+        None = every block is full.
       max_stop_ids: Stop ids per request.
       max_bias_ids: Logit biases per request.
       num_logprobs: Record the log probability of every token, and of this many likeliest ids at
@@ -111,6 +122,7 @@ class Engine:
         mode: str = GREEDY,
         draft_block_len: int | None = None,
         rule: str = accept.MATCH,
+        policy: str | None = None,
         max_stop_ids: int = 8,
         max_bias_ids: int = 0,
         num_logprobs: int | None = None,
@@ -138,6 +150,12 @@ class Engine:
         self.batch_size, self.mode, self.max_stop_ids = batch_size, mode, max_stop_ids
         if rule not in accept.RULES:
             raise ConfigError(f"rule {rule!r} is unknown; allowed: {', '.join(accept.RULES)}")
+        if policy not in (None, controller.COSTS, controller.PROFILE):
+            allowed = f"{controller.COSTS}, {controller.PROFILE}"
+            raise ConfigError(f"policy {policy!r} is unknown; allowed: {allowed}")
+        self.policy = None if drafter is None else policy
+        self.lengths = controller.ladder(self.draft_block_len)
+        self._costs = None
         self.rule, self.max_bias_ids, self.num_logprobs = rule, max_bias_ids, num_logprobs
         self.max_len = max_len
         self.capacity = -(-max_len // LENGTH_BUCKET) * LENGTH_BUCKET
@@ -204,6 +222,8 @@ class Engine:
         target_cache = target.make_cache(1, self.capacity, slack)
         if drafter is None:
             return target_cache, None
+        if self.policy is not None:
+            slack = max(slack, adaptive.MAX_PENDING)
         return target_cache, drafter.make_cache(1, self.capacity, slack)
 
     def prefill_program(self, is_first: bool):
@@ -247,8 +267,14 @@ class Engine:
         """Of arrays [b, v]; None where the mode keeps none."""
         return DECODE.spec((rows, "vocab")) if self.mode == ADJUSTED else None
 
-    def prefill(self, request: Request) -> DecodeState:
+    def prefill(
+        self, request: Request, earlier: controller.Control | None = None
+    ) -> DecodeState:
         """A state of one row with the prompt read and the first token committed.
+
+        Args:
+          request: What to continue.
+          earlier: Control of an earlier row of the same scene, to go on from.
 
         Raises:
           ConfigError: If the prompt is empty, max_tokens < 1, an id is not in the vocabulary, or
@@ -289,6 +315,7 @@ class Engine:
             one_row(p + request.max_tokens),
             stop_ids,
             sampling,
+            self._control(request, earlier),
             is_in_prompt,
             *caches,
         )
@@ -296,12 +323,36 @@ class Engine:
         return start(*args)
 
     def _start_program(self, args):
-        start = functools.partial(_start_state, mesh_axis=self.target_axis)
+        context = None
+        if self.policy is not None and self.drafter is not None:
+            context = (self.drafter.config.context_width, dtype_of(self.target))
+        start = functools.partial(_start_state, context=context, mesh_axis=self.target_axis)
         caches = self._cache_specs(ONE_ROW)
         rows = row_specs(args[:-3], ONE_ROW)
-        out = self._state_specs(jax.eval_shape(_start_state, *args), ONE_ROW)
+        whole = functools.partial(_start_state, context=context)
+        out = self._state_specs(jax.eval_shape(whole, *args), ONE_ROW)
         in_specs = (*rows, self._vocab_spec(ONE_ROW), *caches)
-        return program(start, self.mesh, in_specs, out, donate=(8, 9))
+        return program(start, self.mesh, in_specs, out, donate=(9, 10))
+
+    def _control(self, request: Request, earlier: controller.Control | None):
+        """The controller's state of a fresh row, or None where block lengths are fixed."""
+        if self.policy is None:
+            return None
+        fresh = adaptive.row_control(self.lengths, request.scene)
+        if self.policy == controller.COSTS:
+            costs = np.asarray([self.costs()], np.float32)
+            fresh = fresh._replace(costs=jnp.asarray(costs))
+        return controller.carried(fresh, earlier)
+
+    def costs(self) -> list[float]:
+        """Seconds of a step of each rung on this device, measured once.
+
+        Where the engine's rows are too short to measure, a step's cost is its length.
+        """
+        if self._costs is None:
+            self._costs = [float(length) for length in self.lengths]  # also while measuring
+            self._costs = measure_costs(self) or self._costs
+        return self._costs
 
     def check(self, request: Request) -> None:
         """Raises ConfigError with one line if the request cannot be served by this engine."""
@@ -357,6 +408,7 @@ class Engine:
             one(),
             one(self.max_stop_ids),
             row_sampling(Request((), 1), self.max_bias_ids),
+            None if self.policy is None else controller.initial(1, self.lengths),
             is_in_prompt,
             *caches,
         )
@@ -395,27 +447,41 @@ class Engine:
         in_specs = (batch, self._state_specs(row_state, ONE_ROW), DECODE.spec(()))
         return program(insert, self.mesh, in_specs, batch, donate=(0,))
 
+    def place_rows(self, rows_tree):
+        """Arrays of the whole batch where the programs want them."""
+        if self.mesh is None:
+            return rows_tree
+        place = NamedSharding(self.mesh, DECODE.spec((ROWS,)))
+        return jax.device_put(rows_tree, place)
+
     def steps_program(self, state: DecodeState):
         """Jitted (params, state, num_steps) -> state for states of this structure."""
 
         has_more_rows = rows_per_device(self.batch_size, self.mesh) < self.batch_size
 
         def group(params, state, num_steps):
-            target, drafter = self._merge(params)
             return run_steps(
-                target,
-                drafter,
+                self._step(*self._merge(params)),
                 state,
                 num_steps,
-                mode=self.mode,
-                draft_block_len=self.draft_block_len,
-                rule=self.rule,
+                mesh_axis=self.target_axis,
                 row_axis=DATA if has_more_rows else None,
             )
 
         specs = self._state_specs(state, ROWS)
         in_specs = (self._param_specs(), specs, DECODE.spec(()))
         return program(group, self.mesh, in_specs, specs, donate=(1,))
+
+    def _step(self, target, drafter):
+        """The step that this engine's loop repeats: (state) -> (state, result)."""
+        options: dict[str, Any] = {"mode": self.mode}
+        if drafter is None:
+            return lambda state: (state, plain_step(target, state, **options)[0])
+        options |= {"draft_block_len": self.draft_block_len, "rule": self.rule}
+        if self.policy is None:
+            return lambda state: (state, speculative_step(target, drafter, state, **options))
+        options["policy"] = self.policy
+        return lambda state: adaptive.adaptive_step(target, drafter, state, **options)
 
     def group_program(self, state: DecodeState):
         """The compiled step group, for inspection: (params, state, num_steps) -> state."""
@@ -427,6 +493,33 @@ class Engine:
         return self.group_program(state)(self._params, state, np.int32(num_steps))
 
 
+def measure_costs(engine: Engine, num_steps: int = 24, rounds: int = 3) -> list[float] | None:
+    """Seconds of a step of each rung of an adaptive engine; None if its rows are too short."""
+    room = engine.max_len - 2
+    num_steps = min(num_steps, room // engine.draft_block_len)
+    if num_steps < 4:
+        return None
+    row = engine.prefill(Request((0,), room))
+    seconds = []
+    for rung in range(len(engine.lengths)):
+        best = float("inf")
+        for _ in range(rounds):
+            row = engine.prefill(Request((0,), room))
+            state = row if engine.batch_size == 1 else engine.empty_state(row)
+            for slot in range(engine.batch_size):
+                state = engine.insert(state, row, slot) if engine.batch_size > 1 else state
+            assert state.control is not None, "an engine with a policy has a controller"
+            control = controller.forced(state.control, rung)
+            state = dataclasses.replace(state, control=engine.place_rows(control))
+            engine.group_program(state)
+            with Stopwatch() as watch:
+                state = engine.run(state, num_steps)
+                watch.wait_for(state.length)
+            best = min(best, watch.elapsed_s / num_steps)
+        seconds.append(best)
+    return seconds
+
+
 def _start_state(
     tokens,
     first,
@@ -435,10 +528,12 @@ def _start_state(
     max_len,
     stop_ids,
     sampling,
+    control,
     is_in_prompt,
     target_cache,
     drafter_cache,
     *,
+    context=None,
     mesh_axis=None,
 ):
     """A one-row state whose first token, sampled by prefill, is committed."""
@@ -474,6 +569,9 @@ def _start_state(
         num_steps=jnp.zeros((b,), jnp.int32),
         committed_per_step=jnp.zeros((b, s), jnp.int8),
         accepted_per_step=jnp.zeros((b, s), jnp.int8),
+        offered_per_step=jnp.zeros((b, s), jnp.int8),
+        control=control,
+        pending=None if context is None else adaptive.empty_pending(b, *context),
         target_cache=target_cache,
         drafter_cache=drafter_cache,
     )

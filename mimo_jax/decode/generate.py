@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from mimo_jax.decode import accept
+from mimo_jax.decode.controller import Control
 from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.step import DecodeState
@@ -81,6 +82,7 @@ def generate(
       In order of completion; `index` counts requests from 0.
     """
     queue = enumerate(requests)
+    learnt: dict[str | None, Control] = {}  # what the controller knows, by scene
     rows: list[_Row | None] = [None] * engine.batch_size
     state = None
     exhausted = False
@@ -94,7 +96,7 @@ def generate(
                 index, request = item
                 compile_before = engine.compile_s
                 with Stopwatch() as watch:
-                    row_state = engine.prefill(request)
+                    row_state = engine.prefill(request, learnt.get(request.scene))
                     watch.wait_for(row_state.length)
                 ttft_s = watch.elapsed_s - (engine.compile_s - compile_before)
                 if state is None and engine.batch_size > 1:
@@ -127,6 +129,9 @@ def generate(
             assert row is not None  # `finished` holds occupied slots only
             # Another row's prompt may have compiled a program meanwhile.
             decode_s = row.watch.elapsed_s - (engine.compile_s - row.compile_before_s)
+            if host.control is not None:
+                row_of = lambda x, slot=slot: x[slot : slot + 1]
+                learnt[row.request.scene] = jax.tree.map(row_of, host.control)
             yield row.index, host.completion(slot, row.request, row.ttft_s, decode_s)
             rows[slot] = None
 
@@ -142,15 +147,11 @@ class _Host:
         self.committed = np.asarray(state.committed_per_step)
         self.accepted = np.asarray(state.accepted_per_step)
         self.logprobs = jax.tree.map(np.asarray, state.logprobs)
-        self.block_len = 1 if state.drafter_cache is None else state.drafter_cache.slack
+        self.offered = np.asarray(state.offered_per_step)
+        self.control = jax.tree.map(np.asarray, state.control)
 
     def completion(self, slot: int, request: Request, ttft_s, decode_s) -> Completion:
         p, n = len(request.prompt_ids), int(self.num_steps[slot])
-        committed = self.committed[slot, :n].tolist()
-        offered, length = [], p + 1
-        for count in committed:
-            offered.append(min(self.block_len, p + request.max_tokens - length + 1) - 1)
-            length += count
         logprobs = top_logprobs = None
         if self.logprobs is not None:
             said = slice(p, int(self.length[slot]))
@@ -160,9 +161,9 @@ class _Host:
         return Completion(
             token_ids=self.tokens[slot, p : self.length[slot]].tolist(),
             finish_reason="stop" if self.finish[slot] == accept.STOPPED else "length",
-            num_committed_per_step=committed,
+            num_committed_per_step=self.committed[slot, :n].tolist(),
             num_accepted_per_step=self.accepted[slot, :n].tolist(),
-            num_offered_per_step=offered,
+            num_offered_per_step=self.offered[slot, :n].tolist(),
             ttft_s=ttft_s,
             decode_s=decode_s,
             logprobs=logprobs,

@@ -20,7 +20,7 @@ from mimo_jax.cache import KVCache, LayerCache
 from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
 from mimo_jax.models.cut import cut_model, cut_shapes, part_graph, replicate_model
 from mimo_jax.models.drafter import Drafter
-from mimo_jax.models.params import abstract, named_shardings
+from mimo_jax.models.params import abstract, flatten, named_shardings
 from mimo_jax.models.target import Target
 from mimo_jax.sharding import DECODE, MODEL, mesh_sizes
 
@@ -132,6 +132,11 @@ def program(
         out_shardings=place(out_specs),
         donate_argnums=donate,
     )
+
+
+def dtype_of(model: Model[TargetConfig]):
+    """Of a target's activations: that of its embedding."""
+    return flatten(model.params)["embedding"].dtype
 
 
 def param_specs(model: Model):

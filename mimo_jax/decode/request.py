@@ -27,6 +27,7 @@ class Request:
       frequency_penalty: Subtracted once for each time an id was said; 0 = off.
       logit_bias: (id, value) pairs added to logits.
       seed: Of this request's noise.
+      scene: Of config.SCENES or None: what the controller has learnt is kept apart by scene.
     """
 
     prompt_ids: Sequence[int]
@@ -41,6 +42,7 @@ class Request:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
+    scene: str | None = None
 
 
 def one_row(value, dtype: Any = np.int32) -> Any:

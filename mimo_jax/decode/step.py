@@ -9,6 +9,7 @@ steps) and batch jobs (until all rows are done).
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, no_type_check, runtime_checkable
 
 import jax
@@ -18,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mimo_jax.cache import KVCache
 from mimo_jax.config import DrafterConfig
 from mimo_jax.decode import accept
+from mimo_jax.decode.controller import Control
 from mimo_jax.decode.sampling import (
     ADJUSTED,
     RowSampling,
@@ -33,6 +35,18 @@ from mimo_jax.decode.sampling import (
 from mimo_jax.layers.linear import psum_over
 from mimo_jax.layers.vocab import argmax_lowest, at_ids, first_id, from_all_devices, max_over
 from mimo_jax.models.target import Target
+
+
+class Pending(NamedTuple):
+    """Context features kept aside while a row decodes plainly; see `adaptive.py`.
+
+    Attributes:
+      features: [b, p, c] of the positions before the anchor, oldest first.
+      num: int32 [b], how many are real.
+    """
+
+    features: Float[Array, "b p c"]
+    num: Int[Array, "b"]
 
 
 class SeenIds(NamedTuple):
@@ -79,6 +93,9 @@ class DecodeState:
       num_steps: int32 [b] decode steps so far (prefill not counted).
       committed_per_step: int8 [b, s]; entry i = tokens committed by the row's step i.
       accepted_per_step: int8 [b, s]; drafts accepted before cuts; 0 throughout in plain decoding.
+      offered_per_step: int8 [b, s]; drafts that could have been accepted.
+      control: Picks the block length; None where it is fixed.
+      pending: Features not yet in the drafter's memory; None where there are none ever.
       target_cache: Memory of the target.
       drafter_cache: Context memory of the drafter; None in plain decoding.
     """
@@ -94,6 +111,9 @@ class DecodeState:
     num_steps: Int[Array, "b"]
     committed_per_step: Int[Array, "b s"]
     accepted_per_step: Int[Array, "b s"]
+    offered_per_step: Int[Array, "b s"]
+    control: Control | None
+    pending: Pending | None
     target_cache: KVCache
     drafter_cache: KVCache | None
 
@@ -132,6 +152,7 @@ class StepResult(NamedTuple):
 
     emitted: Int[Array, "b m1"]
     num_accepted: Int[Array, "b"]
+    num_offered: Int[Array, "b"]
     logprobs: Logprobs | None
     target_cache: KVCache
     drafter_cache: KVCache | None
@@ -172,11 +193,14 @@ def draft(
     mode: str,
     rule: str,
     draft_block_len: int,
+    most_active: Int[Array, "b"] | None = None,
 ) -> Draft:
     """Proposes one block per row, by argmax or, for the rules that judge samples, by sampling."""
     anchor_pos = state.length - 1
     anchors = jnp.take_along_axis(state.tokens, anchor_pos[:, None], axis=1)[:, 0]
     active_len = jnp.clip(state.max_len - anchor_pos, 1, draft_block_len)
+    if most_active is not None:
+        active_len = jnp.minimum(active_len, most_active)
     logits = drafter.draft_logits(
         target, anchors, state.drafter_cache, anchor_pos, active_len, draft_block_len
     )
@@ -234,11 +258,28 @@ def speculative_step(
     mode: str,
     draft_block_len: int,
     rule: str = accept.MATCH,
+    most_active: Int[Array, "b"] | None = None,
 ) -> StepResult:
-    """Draft, verify and accept one block; memory is written for the whole block."""
+    """Draft, verify and accept one block; memory is written for the whole block.
+
+    Args:
+      target: Merged target.
+      drafter: Its drafter.
+      state: Its drafter's memory holds every position before the anchor.
+      mode: Sampling mode, of sampling.MODES.
+      draft_block_len: Slots of the block.
+      rule: Acceptance rule, of accept.RULES.
+      most_active: Slots that a row may use, 1..draft_block_len; None = all.
+    """
     axis = target.mesh_axis
     drafted = draft(
-        target, drafter, state, mode=mode, rule=rule, draft_block_len=draft_block_len
+        target,
+        drafter,
+        state,
+        mode=mode,
+        rule=rule,
+        draft_block_len=draft_block_len,
+        most_active=most_active,
     )
     block, active_len = drafted.block, drafted.active_len
     start = state.length - 1
@@ -267,9 +308,8 @@ def speculative_step(
     assert out.cache is not None
     assert out.context_features is not None  # taps were asked for
     drafter_cache = drafter.inject_context(state.drafter_cache, out.context_features, start)
-    return StepResult(
-        emitted, num_accepted, _logprobs(out.logits, emitted, state, axis), out.cache, drafter_cache
-    )
+    logprobs = _logprobs(out.logits, emitted, state, axis)
+    return StepResult(emitted, num_accepted, active_len - 1, logprobs, out.cache, drafter_cache)
 
 
 def _logprobs(logits, emitted, state: DecodeState, mesh_axis) -> Logprobs | None:
@@ -278,17 +318,25 @@ def _logprobs(logits, emitted, state: DecodeState, mesh_axis) -> Logprobs | None
     return logprobs_of(logits, emitted, state.logprobs.top_ids.shape[-1], mesh_axis)
 
 
-def plain_step(target: Target, state: DecodeState, *, mode: str) -> StepResult:
-    """One token per row, without drafting."""
+def plain_step(
+    target: Target, state: DecodeState, *, mode: str, tap_layer_ids: tuple[int, ...] = ()
+) -> tuple[StepResult, Float[Array, "b 1 c"] | None]:
+    """One token per row, without drafting.
+
+    Returns:
+      (result, context features of the anchor, where layers are tapped).
+    """
     start = state.length - 1
     anchors = jnp.take_along_axis(state.tokens, start[:, None], axis=1)
-    out = target.step(anchors, state.target_cache, start)
+    out = target.step(anchors, state.target_cache, start, tap_layer_ids=tap_layer_ids)
     assert out.cache is not None  # a step always returns its memory
     axis = target.mesh_axis
     logits = adjusted(out.logits, state, anchors[:, :0], mode, axis)
     emitted = sample(logits, state.sampling, state.length[:, None], mode, axis)
     logprobs = _logprobs(out.logits, emitted, state, axis)
-    return StepResult(emitted, jnp.zeros_like(start), logprobs, out.cache, state.drafter_cache)
+    none = jnp.zeros_like(start)
+    result = StepResult(emitted, none, none, logprobs, out.cache, state.drafter_cache)
+    return result, out.context_features
 
 
 def commit(
@@ -330,32 +378,30 @@ def commit(
         num_steps=state.num_steps + (~was_done).astype(jnp.int32),
         committed_per_step=note(state.committed_per_step, committed.num_committed),
         accepted_per_step=note(state.accepted_per_step, result.num_accepted),
+        offered_per_step=note(state.offered_per_step, result.num_offered),
         target_cache=result.target_cache,
         drafter_cache=result.drafter_cache,
     )
 
 
+Step = Callable[[DecodeState], tuple[DecodeState, StepResult]]
+
+
 def run_steps(
-    target: Target,
-    drafter: BlockDrafter | None,
+    step: Step,
     state: DecodeState,
     num_steps: Int[Array, ""],
     *,
-    mode: str,
-    draft_block_len: int,
-    rule: str = accept.MATCH,
+    mesh_axis: str | None = None,
     row_axis: str | None = None,
 ) -> DecodeState:
     """Up to num_steps steps, stopping when every row is done. One dispatch, no host traffic.
 
     Args:
-      target: Merged target.
-      drafter: Its drafter, or None for plain decoding.
+      step: State -> (the state with what the step changed besides its tokens, its result).
       state: Donated by the caller.
       num_steps: int32 scalar.
-      mode: Sampling mode of the program.
-      draft_block_len: Slots of a draft block.
-      rule: Acceptance rule, of accept.RULES.
+      mesh_axis: That the vocabulary is cut over, or None.
       row_axis: Mesh axis that the rows are cut over, or None: devices leave the loop together.
     """
 
@@ -363,19 +409,13 @@ def run_steps(
         return psum_over((~state.is_done).sum(dtype=jnp.int32), row_axis)
 
     def body(carry):
-        step, _, state = carry
-        if drafter is None:
-            result = plain_step(target, state, mode=mode)
-        else:
-            result = speculative_step(
-                target, drafter, state, mode=mode, draft_block_len=draft_block_len, rule=rule
-            )
-        state = commit(state, result, target.mesh_axis)
-        return step + 1, num_running(state), state
+        num_done, _, state = carry
+        state = commit(*step(state), mesh_axis)
+        return num_done + 1, num_running(state), state
 
     def is_open(carry):
-        step, running, _ = carry
-        return (step < num_steps) & (running > 0)
+        num_done, running, _ = carry
+        return (num_done < num_steps) & (running > 0)
 
     start = (jnp.zeros((), jnp.int32), num_running(state), state)
     return jax.lax.while_loop(is_open, body, start)[2]
