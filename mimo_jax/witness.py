@@ -16,11 +16,12 @@ Run as a script by `Witness`; imports the standard library only.
 """
 
 import contextlib
+import io
 import os
 import re
 import subprocess
 import sys
-from typing import BinaryIO, TextIO
+from typing import TextIO, cast
 
 # A line that begins so is no message but the line to say at the end; empty: say nothing.
 _LAST_WORDS = b"\x01"
@@ -43,7 +44,7 @@ def cause(held: bytes) -> str:
     return ""
 
 
-def listen(source: BinaryIO, sink: BinaryIO) -> None:
+def listen(source: io.BufferedIOBase, sink: io.BufferedIOBase) -> None:
     """Passes lines from source to sink until the end, then says the last words."""
     words, held = b"", []
     for line in source:
@@ -104,4 +105,4 @@ class Witness:
 
 
 if __name__ == "__main__":
-    listen(sys.stdin.buffer, sys.stderr.buffer)
+    listen(cast(io.BufferedIOBase, sys.stdin.buffer), cast(io.BufferedIOBase, sys.stderr.buffer))
