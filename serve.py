@@ -25,10 +25,10 @@ def main(args: Sequence[str] | None = None) -> int:
     )
     from mimo_jax.checkpoint.safetensors_reader import CheckpointError
     from mimo_jax.config import ConfigError
-    from mimo_jax.distributed import ProcessGroup, open_group
+    from mimo_jax.distributed import ALONE, open_group
     from mimo_jax.serving.jsonl import JobError
 
-    group = ProcessGroup()
+    group = ALONE
     try:
         group = open_group(options.processes, "serve.py")
         # Only now: `--help` and a misspelt flag need no JAX, and the group comes before it.

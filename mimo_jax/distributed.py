@@ -77,6 +77,9 @@ class Membership:
     launcher: str | None = None
 
 
+_SINGLE = Membership()
+
+
 def _from_launcher(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
     """(launcher, number of processes, index) if a launcher started more than one process."""
     for launcher, names in _LAUNCHERS.items():
@@ -163,7 +166,10 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, member: Membership = Membership(), client: Any = None, witness: Witness | None = None
+        self,
+        member: Membership = _SINGLE,
+        client: Any = None,
+        witness: Witness | None = None,
     ):
         """Use `open_group`; client is JAX's connection to the coordinator."""
         self.index, self.count, self.is_first = member.index, member.count, member.index == 0
@@ -240,6 +246,9 @@ class ProcessGroup:
             _end(code)
 
 
+ALONE = ProcessGroup()
+
+
 def _end(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -262,7 +271,7 @@ def open_group(
     """
     member = membership(flags, os.environ)
     if member.count == 1:
-        return ProcessGroup()
+        return ALONE
     name = f"{program}: process {member.index} of {member.count}"
     if member.index and member.coordinator is not None:
         _wait_for_coordinator(member.coordinator, join_timeout_s)

@@ -95,7 +95,7 @@ The tasks have crashed.
 F1 client.h:86] Terminating process because the JAX distributed service detected fatal errors.
     @     0x7f8e4 absl::lts::LogMessage::SendToLog()
 """
-LEFT = b"F1 client.h:86] JAX distributed service: Failed to send RPC to coordination service.\n  @ 0x1\n"
+LEFT = b"F1 JAX distributed service: Failed to send RPC to coordination service.\n  @ 0x1\n"
 
 
 def heard(text: bytes) -> bytes:

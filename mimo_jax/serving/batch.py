@@ -27,7 +27,7 @@ from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.jobs import Job, Output, run_jobs
 from mimo_jax.decode.llm import LLM
 from mimo_jax.decode.params import SamplingParams
-from mimo_jax.distributed import ProcessGroup
+from mimo_jax.distributed import ALONE, ProcessGroup
 from mimo_jax.serving import parts, report
 from mimo_jax.serving.jsonl import (
     Finished,
@@ -255,7 +255,7 @@ def _describe_run(
 
 
 def run_batch(
-    options: BatchOptions, llm: LLM | None = None, group: ProcessGroup = ProcessGroup()
+    options: BatchOptions, llm: LLM | None = None, group: ProcessGroup = ALONE
 ) -> int:
     """Runs a batch job, or this process's part of one.
 

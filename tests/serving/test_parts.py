@@ -173,7 +173,7 @@ def kill_one_then_rerun(llm, tmp_path, count, victim, num_lines):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     output = tmp_path / "out.jsonl"
     files = ["--checkpoint", llm.directory, "--input", tmp_path / "in.jsonl", "--output"]
-    command = ["serve.py", "batch", *map(str, files), str(output), "--quiet"]
+    command = ["serve.py", "batch", *map(str, files), str(output), "--quiet", "--draft", "off"]
     parts = [part_path(output, i, count) for i in range(count)]
     num_done = lambda: min(p.read_bytes().count(b"\n") if p.exists() else 0 for p in parts)
     with groups.started(command, count) as processes:
@@ -195,7 +195,8 @@ def kill_one_then_rerun(llm, tmp_path, count, victim, num_lines):
     assert num_kept >= count
     assert figures["run"]["num_processes"] == count
 
-    alone = BatchOptions(llm.directory, tmp_path / "in.jsonl", tmp_path / "alone.jsonl", quiet=True)
+    alone = BatchOptions(llm.directory, tmp_path / "in.jsonl", tmp_path / "alone.jsonl", quiet=True,
+                         draft="off")
     assert run_batch(alone, llm) == 0
     merged = output.read_bytes()
     assert merged == (tmp_path / "alone.jsonl").read_bytes()
