@@ -96,6 +96,7 @@ TRAIN = AxisRules(
         "embed": (DATA,),
         "experts": (EXPERT,),
         "heads": (TENSOR,),
+        "kv_heads": (TENSOR,),
         "hidden": (TENSOR,),
         "expert_hidden": (TENSOR,),
         "vocab": (TENSOR,),
@@ -180,6 +181,20 @@ def make_mesh(
     )
     grid = np.array(available[:count]).reshape(tuple(sizes))
     return Mesh(grid, rules.mesh_axes, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def parse_mesh(text: str) -> tuple[int, ...]:
+    """Sizes of a mesh as a user writes them. Example: "2x2x2" -> (2, 2, 2).
+
+    Raises:
+      ConfigError: If it is anything but whole numbers with x between them.
+    """
+    parts = text.lower().split("x")
+    require(
+        all(part.isdecimal() and part.isascii() for part in parts),
+        f"mesh {text!r} is not a shape; write one number per axis with x between, as in 2x2x2",
+    )
+    return tuple(int(part) for part in parts)
 
 
 def mesh_sizes(mesh: Mesh) -> dict[str, int]:
