@@ -54,7 +54,9 @@ class ProcessFlags:
 
     coordinator: Annotated[str | None, _optional("HOST:PORT", "as SLURM or Open MPI say")] = None
     """Address of process 0, with a port that is free there; the same for every process."""
-    num_processes: Annotated[int | None, _optional("INT", "as SLURM or Open MPI say, else 1")] = None
+    num_processes: Annotated[
+        int | None, _optional("INT", "as SLURM or Open MPI say, else 1")
+    ] = None
     """Processes in all; 1 also where a launcher says otherwise."""
     process_id: Annotated[int | None, _optional("INT", "as SLURM or Open MPI say")] = None
     """Which one this is, from 0."""
@@ -120,7 +122,8 @@ def membership(flags: ProcessFlags, environ: Mapping[str, str]) -> Membership:
             f"{', '.join(given)} given without {', '.join(missing)}; allowed: all three, or none "
             "(one process, or what SLURM or Open MPI say)",
         )
-        assert flags.process_id is not None and flags.num_processes is not None
+        assert flags.process_id is not None
+        assert flags.num_processes is not None
         member = Membership(flags.process_id, flags.num_processes, flags.coordinator)
     require(
         0 <= member.index < member.count,
@@ -306,5 +309,5 @@ def _initialize(member: Membership, join_timeout_s: float) -> None:
         cluster_detection_method=member.launcher or "deactivate",
         initialization_timeout=int(join_timeout_s),
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
-        shutdown_timeout_seconds=30,
+        shutdown_timeout_seconds=10,
     )

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -200,6 +201,16 @@ def parse_mesh(text: str) -> tuple[int, ...]:
 def mesh_sizes(mesh: Mesh) -> dict[str, int]:
     """Devices along each axis. Example: {"data": 1, "model": 8}."""
     return dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
+
+
+def to_host(x: Any) -> np.ndarray:
+    """The whole of an array as NumPy, on every process that has a part of it.
+
+    Where other processes hold parts this is a collective: all must come here with the same array.
+    """
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        return multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
 
 
 def constrain(x: Array, axes: Axes, rules: AxisRules, mesh: Mesh | None) -> Array:

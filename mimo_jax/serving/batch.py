@@ -2,9 +2,10 @@
 
 One engine serves the whole job: its length comes from the longest request and its sampling mode
 from the most demanding one, counted over all lines, also those that an earlier run has answered,
-so that a continued job, and every process of one, runs the same program. Answers finish out of order; each is written as soon
-as all earlier lines are, so the output is always a prefix of the finished file. It holds nothing
-that depends on the clock: a job that was stopped and continued ends in the same bytes.
+so that a continued job, and every process of one, runs the same program. Answers finish out of
+order; each is written as soon as all earlier lines are, so the output is always a prefix of the
+finished file. It holds nothing that depends on the clock: a job that was stopped and continued ends
+in the same bytes.
 
 An output line holds id, scene (if any), text, token_ids, finish_reason ("stop" or "length"), usage
 and accept_stats, with `detailed` also prompt_token_ids and num_committed_per_step, which sum to
