@@ -235,7 +235,10 @@ def load_exported_target(run_dir: Path, mesh: Mesh | None = None) -> Model:
         return Model(*load_target(directory, dtype=jnp.float32))
     target_config, _ = open_target(directory)
     _, like = abstract(lambda: Target(target_config, rngs=nnx.Rngs(0)))
-    shardings: Any = flatten(param_shardings(like, mesh))
+    shardings = {
+        ".".join(str(part) for part in path): leaf.get_value()
+        for path, leaf in nnx.to_flat_state(param_shardings(like, mesh))
+    }
     return Model(
         *load_target(directory, dtype=jnp.float32, sharding_of=lambda name: shardings[name])
     )

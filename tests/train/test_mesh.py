@@ -1,0 +1,261 @@
+"""Training on a mesh is training on one device: steps, draws, evaluation, checkpoints, refusals.
+
+Run: .venv/bin/python -m pytest tests/train/test_mesh.py
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs import nano
+from configs.tiny import mesh_tiny_drafter, mesh_tiny_target
+from mimo_jax.config import ConfigError
+from mimo_jax.models.drafter import Drafter
+from mimo_jax.models.params import split
+from mimo_jax.models.target import Target
+from mimo_jax.sharding import TRAIN, make_mesh, parse_mesh
+from mimo_jax.train import loop, recipe
+from mimo_jax.train.config import DrafterTrainConfig, TargetTrainConfig
+from mimo_jax.train.data import PackedRows, pack_documents
+from mimo_jax.train.evaluate import make_propose, simulated_accept_length
+from mimo_jax.train.placement import place_params, state_shardings
+from mimo_jax.train.step import (
+    draw_blocks,
+    init_state,
+    make_drafter_step,
+    make_optimizer,
+    make_target_step,
+    place_batch,
+)
+
+pytestmark = pytest.mark.multi_device
+
+ROW_LEN = 20
+# Half the compile time, and the same program as far as anything here can tell.
+FAST = {"xla_backend_optimization_level": 0}
+# e / top_k: room for every token, so that nothing is dropped on any mesh.
+TARGET_TRAIN = TargetTrainConfig(num_steps=10, warmup_steps=0, capacity_factor=12.0)
+DRAFTER_TRAIN = DrafterTrainConfig(num_steps=10, warmup_steps=0, num_anchors=4)
+
+
+@functools.cache
+def models():
+    target = split(Target(mesh_tiny_target(), rngs=nnx.Rngs(0)))
+    drafter_graph, drafter = split(Drafter(mesh_tiny_drafter(), rngs=nnx.Rngs(1)))
+    mask_embedding = target[1]["embedding"][...][mesh_tiny_drafter().mask_token_id]
+    return target, (drafter_graph, {"drafter": drafter, "mask_embedding": mask_embedding})
+
+
+@functools.cache
+def rows(num_rows: int = 8) -> PackedRows:
+    rng = np.random.default_rng(0)
+    docs = [
+        (rng.integers(4, 71, 3).tolist(), rng.integers(4, 71, int(rng.integers(4, 12))).tolist())
+        for _ in range(60)
+    ]
+    packed = pack_documents(docs, ROW_LEN, pad_id=0, seed=0, num_open_rows=1)
+    return PackedRows(*(array[:num_rows] for array in packed))
+
+
+def target_program(mesh):
+    """(compiled step, its arguments)."""
+    (graph, params), _ = models()
+    params = place_params(jax.tree.map(jnp.copy, params), mesh)
+    optimizer = make_optimizer(params, TARGET_TRAIN, mesh)
+    step = make_target_step(graph, optimizer, TARGET_TRAIN, mesh)
+    arguments = (init_state(params, optimizer, mesh), place_batch(rows(), mesh))
+    return step.lower(*arguments).compile(compiler_options=FAST), arguments
+
+
+def drafter_program(mesh):
+    (target_graph, target_params), (graph, trained) = models()
+    target_params = place_params(target_params, mesh)
+    trained = place_params(jax.tree.map(jnp.copy, trained), mesh)
+    optimizer = make_optimizer(trained, DRAFTER_TRAIN, mesh)
+    step = make_drafter_step(
+        target_graph, graph, optimizer, DRAFTER_TRAIN, mesh_tiny_drafter(), mesh
+    )
+    state = init_state(trained, optimizer, mesh)
+    arguments = (state, target_params, place_batch(rows(), mesh), 5)
+    return step.lower(*arguments).compile(compiler_options=FAST), arguments
+
+
+@functools.cache
+def on_one_device(make_program):
+    with jax.numpy_dtype_promotion("standard"):
+        program, arguments = make_program(None)
+        state, metrics = program(*arguments)
+    return jax.tree.map(np.asarray, (state, metrics))
+
+
+def shapes_of(text: str, operation: str) -> list[str]:
+    """Result shapes of a collective in a compiled program."""
+    return re.findall(rf"= (\(.*?\)|\S+) {operation}(?:-start)?\(", text)
+
+
+@pytest.mark.parametrize(
+    ("make_program", "sizes"),
+    [
+        (target_program, (2, 2, 2)),
+        (target_program, (1, 8, 1)),
+        (drafter_program, (2, 2, 2)),
+        (drafter_program, (1, 1, 8)),
+    ],
+)
+def test_a_step_equals_that_of_one_device(make_program, sizes, standard_promotion):
+    """Loss, and the state after the step: Muon's momentum is the clipped gradient itself."""
+    mesh = make_mesh(TRAIN, sizes)
+    program, arguments = make_program(mesh)
+    state, metrics = program(*arguments)
+    expected_state, expected_metrics = on_one_device(make_program)
+    for name, value in expected_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, atol=1e-5, rtol=1e-6, err_msg=name)
+    expected_leaves = jax.tree_util.tree_leaves_with_path(expected_state)
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    for (path, leaf), (_, expected) in zip(leaves, expected_leaves, strict=True):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(leaf, expected, atol=1e-5, rtol=0, err_msg=name)
+    # What comes out lies where what went in lay, the optimizer's state as its parameters.
+    shardings = jax.tree.leaves(state_shardings(state, mesh))
+    for (path, leaf), sharding in zip(leaves, shardings, strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), jax.tree_util.keystr(path)
+    if make_program is target_program:
+        check_collectives_of_target(program.as_text(), sizes)
+
+
+def check_collectives_of_target(text: str, sizes) -> None:
+    gathers = shapes_of(text, "all-gather")
+    if sizes == (1, 8, 1):
+        # Nothing is cut over data or tensor: neither weights nor gradients are ever gathered.
+        assert gathers == []
+        # Rows to their experts and back, and the gradients of both; nothing for Muon.
+        assert len(shapes_of(text, "all-to-all")) == 4
+        return
+    # Once per step, to be whole over "data": 4 + 5 matrices of the layers, router, 3 stacks less
+    # the 3 that are counted among the 5 of a sparse layer, embedding and head.
+    fsdp = [s for s in gathers if "[4,1," not in s and s != "f32[8,2]{1,0}"]
+    assert len(fsdp) == 13
+    # Muon: w_qkv and w_out twice, w_gate, w_up, w_down.
+    assert len([s for s in gathers if "[4,1," in s]) == 7
+    # No stack is ever whole over "expert": 24 experts in 2 parts.
+    assert not [s for s in gathers if re.search(r"\[(\d+,)?24,(32|16),", s)]
+    assert len([s for s in shapes_of(text, "all-to-all") if "[1,3," in s]) == 6
+    assert shapes_of(text, "reduce-scatter") == []
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
+def test_anchors_are_the_same_on_any_mesh_and_need_no_collective(sizes):
+    mesh = make_mesh(TRAIN, sizes)
+    draw = lambda mesh: functools.partial(
+        draw_blocks, 5, jnp.int32(3), num_anchors=4, draft_block_len=3, mesh=mesh
+    )
+    program = jax.jit(draw(mesh)).lower(place_batch(rows(), mesh)).compile()
+    for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert shapes_of(program.as_text(), name) == []
+    expected = jax.jit(draw(None))(place_batch(rows()))
+    assert expected.is_valid.any()
+    for ours, one in zip(program(place_batch(rows(), mesh)), expected, strict=True):
+        np.testing.assert_array_equal(ours, one)
+        assert len({shard.index for shard in ours.addressable_shards}) > 1
+
+
+def test_accept_length_on_a_mesh_that_rows_do_not_divide(standard_promotion):
+    """Four rows over three devices: the batch is filled up with empty rows."""
+    (target_graph, target_params), (graph, trained) = models()
+    heldout = PackedRows(*(np.pad(array, ((0, 0), (0, 12))) for array in rows(4)))
+    heldout.loss_mask[:, 3:9] = True
+    results = []
+    for mesh in (None, make_mesh(TRAIN, (3, 1, 1))):
+        propose = make_propose(target_graph, graph, mesh)
+        placed = [place_params(p, mesh) for p in (target_params, trained)]
+        results.append(simulated_accept_length(propose, *placed, heldout, mesh))
+    assert results[0] == results[1]
+    assert place_batch(rows(4), mesh).token_ids.shape == (6, ROW_LEN)
+
+
+def _train_nothing(state, run_dir, num_steps):
+    def step_fn(state, number):
+        return dataclasses.replace(state, step=state.step + 1), {"loss": 1.0}
+
+    return loop.run(
+        "target",
+        state,
+        step_fn,
+        run_dir=run_dir,
+        num_steps=num_steps,
+        save_every=10,
+        eval_every=10,
+        eval_fn=None,
+        meta={},
+        tokens_per_step=1,
+    )
+
+
+def test_a_run_goes_on_on_another_mesh(tmp_path, standard_promotion):
+    """Checkpoints of 8 devices restored on 4, of 4 on 1: bit for bit, and cut anew."""
+    (_, params), _ = models()
+
+    def fresh(sizes, scale):
+        mesh = None if sizes is None else make_mesh(TRAIN, sizes)
+        placed = place_params(jax.tree.map(lambda p: p * scale, params), mesh)
+        return init_state(placed, make_optimizer(placed, TARGET_TRAIN, mesh), mesh)
+
+    first = _train_nothing(fresh((2, 2, 2), 1.0), tmp_path, 3)
+    for sizes, num_steps in (((2, 1, 2), 5), (None, 6)):
+        like = fresh(sizes, 0.0)
+        resumed = _train_nothing(like, tmp_path, num_steps)
+        assert int(resumed.step) == num_steps
+        pairs = zip(*map(jax.tree.leaves, (resumed.params, first.params, like.params)), strict=True)
+        for ours, saved, placed in pairs:
+            np.testing.assert_array_equal(ours, saved)
+            assert ours.sharding.is_equivalent_to(placed.sharding, ours.ndim)
+    stack = lambda state: jax.tree.leaves(state.opt_state[1][0])[0]
+    assert len(stack(first).sharding.device_set) == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mesh": (3, 1, 1)}, "target_train.batch_rows: axis batch of 8 cannot be cut into 3"),
+        ({"mesh": (1, 1, 4)}, "target.attention.global: axis heads of 6 cannot be cut into 4"),
+        ({"mesh": (1, 8, 1)}, "drafter_train.batch_rows: axis batch of 4 cannot be cut into 8"),
+        ({"mesh": (2, 2)}, "mesh 2x2: one size >= 1 is needed for each of data, expert, tensor"),
+        ({"dispatch": "sorted"}, "dispatch 'sorted' is unknown; allowed: padded, ragged"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_when_it_is_configured(change, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        dataclasses.replace(nano.get_config(), **change)
+
+
+def test_weights_that_do_not_divide_are_named():
+    config = nano.get_config()
+    moe = dataclasses.replace(config.target.moe, num_experts=5)
+    target = dataclasses.replace(config.target, moe=moe)
+    message = "target.layers.1.experts_down: axis experts of 5 cannot be cut into 2 parts (rules "
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        dataclasses.replace(config, target=target, mesh=(1, 2, 1))
+
+
+def test_a_run_asks_for_devices_that_are_there():
+    config = nano.get_config()
+    assert recipe.run_mesh(config) is None
+    assert recipe.run_mesh(dataclasses.replace(config, mesh=(2, 1, 2))).size == 4
+    with pytest.raises(ConfigError, match="mesh 2x4x2 needs 16 devices; there are 8"):
+        many = dataclasses.replace(config.drafter_train, batch_rows=8)
+        recipe.run_mesh(dataclasses.replace(config, mesh=(2, 4, 2), drafter_train=many))
+    with pytest.raises(ConfigError, match="dispatch ragged needs GPUs"):
+        recipe.run_mesh(dataclasses.replace(config, mesh=(1, 2, 1), dispatch="ragged"))
+
+
+def test_mesh_as_a_user_writes_it():
+    assert parse_mesh("2x1X4") == (2, 1, 4)
+    for text in ("2x", "2,2", "", "2x-1x1", "axb"):
+        with pytest.raises(ConfigError, match="is not a shape"):
+            parse_mesh(text)
