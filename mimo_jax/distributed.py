@@ -33,7 +33,8 @@ from mimo_jax.config import ConfigError, require
 from mimo_jax.witness import Witness
 
 JOIN_TIMEOUT_S = 120
-HEARTBEAT_TIMEOUT_S = 20
+# More than a stalled machine may take, and with it all is over within a minute.
+HEARTBEAT_TIMEOUT_S = 40
 # Waiting needs no limit of its own: heartbeats say whether the others are alive.
 _FOREVER_MS = 30 * 24 * 3600 * 1000
 # Number of processes and own number, as a launcher sets them. The address is JAX's to find out.

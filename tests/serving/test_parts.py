@@ -218,7 +218,7 @@ def test_two_processes_of_which_the_coordinator_is_killed(llm, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "victim"), [(2, 1), (4, 2)])
 def test_processes_of_which_another_is_killed(llm, tmp_path, count, victim):
-    """Takes the 20 s after which a silent process counts as dead."""
+    """Takes the 40 s after which a silent process counts as dead."""
     said, stopped_s = kill_one_then_rerun(llm, tmp_path, count, victim, num_lines=60 * count)
     for line in said:
         assert line.startswith("serve.py: process ")

@@ -20,7 +20,7 @@ from mimo_jax.train.config import (
 )
 
 SCENES = ("code-gen", "math")
-CHARS = {"code-stdlib": 20_000, "code-gen": 20_000, "math": 20_000, "agent": 20_000, "chat": 8_000}
+CHARS = {"code-stdlib": 20_000, "code-gen": 30_000, "math": 30_000, "agent": 20_000, "chat": 8_000}
 SHAPE = {"num_heads": 4, "head_dim": 12, "v_head_dim": 8, "rope_dim": 4}
 
 
@@ -30,7 +30,7 @@ def get_config() -> ExperimentConfig:
         name="smallest",
         seed=3,
         corpus=CorpusConfig(
-            target_chars=CHARS, num_heldout=4, tokenizer_docs=20, vocab_size=320, row_len=192
+            target_chars=CHARS, num_heldout=4, tokenizer_docs=20, vocab_size=320, row_len=512
         ),
         target=TargetConfig(
             vocab_size=320,
@@ -75,7 +75,7 @@ def get_config() -> ExperimentConfig:
         drafter_train=DrafterTrainConfig(
             num_steps=4,
             batch_rows=4,
-            row_len=192,
+            row_len=512,
             num_anchors=4,
             mix=mix,
             warmup_steps=2,
