@@ -139,7 +139,8 @@ def _split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     is_right = host and port.isdecimal() and 1 <= int(port) <= 65535
     require(
-        bool(is_right), f"coordinator {address!r} is no HOST:PORT; for instance 10.0.0.1:12345"
+        bool(is_right),
+        f"coordinator {address!r} is no HOST:PORT; for instance 10.0.0.1:12345",
     )
     return host.strip("[]"), int(port)
 

@@ -8,6 +8,7 @@ requests spent in rows, so with one row the scenes add up to the whole.
 import dataclasses
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -34,10 +35,14 @@ class Tally:
     busy_s: float = 0.0
 
     @classmethod
-    def from_json(cls, fields: dict) -> "Tally":
+    def from_json(cls, fields: dict[str, Any]) -> "Tally":
         """The inverse of `dataclasses.asdict`, also by way of JSON."""
-        accept = {k: tuple(v) if isinstance(v, list) else v for k, v in fields["accept"].items()}
-        return cls(**fields | {"accept": AcceptStats(**accept)})
+        counts: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields["accept"].items()
+        }
+        sums: dict[str, Any] = fields | {"accept": AcceptStats(**counts)}
+        return cls(**sums)
 
     def __iadd__(self, other: "Tally") -> "Tally":
         for name in vars(self):
@@ -103,7 +108,8 @@ class JobReport:
         for fields in reports:
             report.total += Tally.from_json(fields["total"])
             for name, tally in fields["scenes"].items():
-                report.scenes.setdefault(name, Tally()).__iadd__(Tally.from_json(tally))
+                report.scenes[name] = report.scenes.get(name, Tally())
+                report.scenes[name] += Tally.from_json(tally)
         return report
 
     def metrics(self, wall_s: float, compile_s: float, num_skipped: int, run: dict) -> dict:

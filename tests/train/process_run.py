@@ -19,13 +19,13 @@ def train(run_dir: Path, num_steps: int, mesh, group, pause_s: float = 0.0):
     from flax import nnx
 
     from mimo_jax.config import GLOBAL, AttentionConfig, TargetConfig
+    from mimo_jax.models.params import split
     from mimo_jax.models.target import Target
     from mimo_jax.train import loop, recipe
     from mimo_jax.train.config import TargetTrainConfig
     from mimo_jax.train.data import batch_for_step, pack_documents
     from mimo_jax.train.placement import place_params
     from mimo_jax.train.step import init_state, make_optimizer, make_target_step, place_batch
-    from mimo_jax.models.params import split
 
     model = TargetConfig(
         vocab_size=52,
