@@ -29,7 +29,7 @@ class Arguments:
     run_dir: Path | None = None
     """Where the run lives; default runs/NAME. An unfinished run there is resumed."""
     mesh: str | None = None
-    """Devices along data x expert x tensor, as 2x2x2; instead of the config's own mesh."""
+    """Devices along data x expert x tensor (x sequence), as 2x2x2; instead of the config's own."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print parameter counts and steps, train nothing."""
     processes: tyro.conf.OmitArgPrefixes[ProcessFlags] = ProcessFlags()

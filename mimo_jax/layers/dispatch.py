@@ -23,6 +23,7 @@ Rejected: receiving rows packed and sorting them by expert on the owner. It need
 gathers and another way to drop, for a buffer whose worst case is as large.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -32,8 +33,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from mimo_jax.layers.moe import Experts
-from mimo_jax.sharding import DATA, EXPERT, TENSOR
+from mimo_jax.layers.moe import Experts, route_and_run
+from mimo_jax.sharding import DATA, EXPERT, SEQUENCE, TENSOR
 
 PADDED, RAGGED = "padded", "ragged"
 DISPATCHES = (PADDED, RAGGED)
@@ -234,7 +235,7 @@ def run_experts_with_capacity(
 
 def route_and_run_on_mesh(
     route_fn: Callable,
-    x: Float[Array, "t d"],
+    x: Float[Array, "b t d"],
     w_router: Float[Array, "d e"],
     selection_bias: Float[Array, "e"],
     experts: Experts,
@@ -242,16 +243,17 @@ def route_and_run_on_mesh(
     mesh: Mesh,
     capacity_factor: float | None,
     dispatch: str = PADDED,
-) -> tuple[Float[Array, "t d"], Int[Array, "t top_k"], Float[Array, "t top_k"]]:
+) -> tuple[Float[Array, "b t d"], Int[Array, "b t top_k"], Float[Array, "b t top_k"]]:
     """`moe.route_and_run` over a TRAIN mesh, with a capacity; to be called inside `jax.jit`.
 
-    Tokens lie over "data" and "expert" (each device routes its own), experts over "expert", each
-    expert's width over "tensor". Weights cut over "data" are gathered on the way in. Routing is
-    inside as well: the compiler cannot cut a top-k and would gather the scores of all tokens.
+    Rows lie over "data" and "expert", their positions over "sequence" (each device routes its own
+    tokens), experts over "expert", each expert's width over "tensor". Weights cut over "data" are
+    gathered on the way in. Routing is inside as well: the compiler cannot cut a top-k and would
+    gather the scores of all tokens.
 
     Args:
       route_fn: As in `moe.route_and_run`.
-      x: All tokens; t divides by data * expert.
+      x: All tokens; b divides by data * expert, t by sequence.
       w_router: As in `moe.route`.
       selection_bias: As in `moe.route`.
       experts: All experts; their number divides by expert, their width by tensor.
@@ -260,23 +262,23 @@ def route_and_run_on_mesh(
       dispatch: One of DISPATCHES.
     """
 
-    def on_device(x, w_router, selection_bias, experts):
-        expert_ids, weights, _ = route_fn(x, w_router, selection_bias)
+    def run(x, expert_ids, weights, experts):
         # Each width slice gives a partial sum and partial gradients: said here, so that the way
         # back adds those of x and of the weights over "tensor".
-        rows, row_weights = (jax.lax.pcast(a, TENSOR, to="varying") for a in (x, weights))
+        x, weights = (jax.lax.pcast(a, TENSOR, to="varying") for a in (x, weights))
         out = run_experts_with_capacity(
-            rows,
+            x,
             expert_ids,
-            row_weights,
+            weights,
             experts,
             capacity_factor=capacity_factor,
             expert_axis=EXPERT,
             dispatch=dispatch,
         )
-        return jax.lax.psum(out, TENSOR), expert_ids, weights
+        return jax.lax.psum(out, TENSOR)
 
-    tokens, whole = P((DATA, EXPERT), None), P()
+    on_device = functools.partial(route_and_run, route_fn, run=run)
+    tokens, whole = P((DATA, EXPERT), SEQUENCE), P()
     into_hidden, out_of_hidden = P(None, EXPERT, TENSOR), P(EXPERT, TENSOR, None)
     stacks = Experts._make((into_hidden, into_hidden, out_of_hidden))
     return jax.shard_map(

@@ -118,13 +118,13 @@ def run_experts(
 
 def route_and_run(
     route_fn: Callable,
-    x: Float[Array, "t d"],
+    x: Float[Array, "b t d"],
     w_router: Float[Array, "d e"],
     selection_bias: Float[Array, "e"],
     experts: Experts | PackedExperts,
     *,
     run: Callable = run_experts,
-) -> tuple[Float[Array, "t d"], Int[Array, "t top_k"], Float[Array, "t top_k"]]:
+) -> tuple[Float[Array, "b t d"], Int[Array, "b t top_k"], Float[Array, "b t top_k"]]:
     """A sparse layer: chooses experts and runs them; training puts its own way in its place.
 
     Args:
@@ -138,8 +138,11 @@ def route_and_run(
     Returns:
       Weighted sum of the chosen experts, their ids, and their weights.
     """
-    expert_ids, weights, _ = route_fn(x, w_router, selection_bias)
-    return run(x, expert_ids, weights, experts), expert_ids, weights
+    flat = x.reshape(-1, x.shape[-1])
+    expert_ids, weights, _ = route_fn(flat, w_router, selection_bias)
+    out = run(flat, expert_ids, weights, experts)
+    back = lambda y: y.reshape(*x.shape[:-1], -1)
+    return back(out), back(expert_ids), back(weights)
 
 
 def _run_sliced(x, expert_ids, weights, experts):

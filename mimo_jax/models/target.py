@@ -192,19 +192,19 @@ class Target(nnx.Module):
         whole_rows = mix_whole_rows(self.config, segment_ids)
 
         def mix(layer_idx, queries, keys, values, sink):
-            queries = place(queries, ("batch", None, "heads", None))
+            queries = place(queries, ("batch", "sequence", "heads", None))
             keys, values = (place(x, ("batch", "kv_heads", None, None)) for x in (keys, values))
             return whole_rows(layer_idx, queries, keys, values, sink)
 
         hidden, features, routing, _ = run_layers(
             self,
-            place(self.embed(token_ids), ("batch", None, None)),
+            place(self.embed(token_ids), ("batch", "sequence", None)),
             positions,
             mix,
             tap_layer_ids,
             run_sparse,
         )
-        logits = place(self.unembed(hidden), ("batch", None, "vocab"))
+        logits = place(self.unembed(hidden), ("batch", "sequence", "vocab"))
         return TargetOutput(logits, features, None, routing)
 
     def prefill(
@@ -349,7 +349,7 @@ def run_layers(
       stream before the norm [b, t, d]).
     """
     config = model.config
-    b, t, d = x.shape
+    b, t, _ = x.shape
     tables, taps, routing = {}, {}, []
     for layer_idx, layer in enumerate(model.layers):
         geometry = config.layer_attention(layer_idx)
@@ -384,7 +384,6 @@ def run_layers(
         x = x + linear(mixed, layer.w_out[...], is_transposed=model.is_transposed)
         normed = rms_norm(x, layer.ffn_norm[...], eps=config.norm_eps)
         if config.moe is not None and config.is_moe_layer[layer_idx]:
-            flat = normed.reshape(b * t, d)
             route_fn = functools.partial(
                 moe.route,
                 top_k=config.moe.top_k,
@@ -392,11 +391,9 @@ def run_layers(
                 scoring=config.moe.scoring,
             )
             router = (layer.w_router[...], layer.selection_bias[...])
-            out, expert_ids, expert_weights = run_sparse(route_fn, flat, *router, layer.experts())
-            routing.append(
-                (expert_ids.reshape(b, t, -1), expert_weights.reshape(b, t, -1))
-            )
-            x = x + out.reshape(b, t, d)
+            out, expert_ids, expert_weights = run_sparse(route_fn, normed, *router, layer.experts())
+            routing.append((expert_ids, expert_weights))
+            x = x + out
         else:
             matrices = (layer.w_gate[...], layer.w_up[...], layer.w_down[...])
             x = x + moe.swiglu(normed, *matrices, is_transposed=model.is_transposed)

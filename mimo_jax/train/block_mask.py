@@ -27,7 +27,7 @@ Source: DFlash, arXiv:2602.06036, section on training; anchor validity as in sgl
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 ANCHOR_CHUNK_LEN = 1024
 
@@ -167,3 +167,31 @@ def gather_context_index(
         anchor_segment = jnp.take_along_axis(segment_ids, anchor_pos, axis=1)
         is_valid &= flat.reshape(b, num_anchors, -1) == anchor_segment[:, :, None]
     return index, is_valid
+
+
+def with_left_halo(
+    features: Float[Array, "b s c"], halo_len: int, mesh_axis: str
+) -> Float[Array, "b halo_and_s c"]:
+    """A stretch of positions with the end of the stretch to its left in front.
+
+    Inside `shard_map`, where each device of mesh_axis has one stretch of the sequence, in order:
+    one exchange, of halo_len positions. The first stretch gets zeros, which nothing reads.
+
+    Args:
+      features: This device's stretch.
+      halo_len: Positions from the left; at most s, since it is one neighbour that is asked.
+      mesh_axis: Over which the sequence is cut.
+
+    Raises:
+      ValueError: If halo_len reaches past the left neighbour.
+
+    Example: two devices with (1, 2, 3) and (4, 5, 6), halo_len 2 -> (0, 0, 1, 2, 3) and
+      (2, 3, 4, 5, 6).
+    """
+    s = features.shape[1]
+    if halo_len > s:
+        raise ValueError(f"a halo of {halo_len} positions reaches past a stretch of {s}")
+    num_devices = jax.lax.axis_size(mesh_axis)
+    to_the_right = [(i, i + 1) for i in range(num_devices - 1)]
+    halo = jax.lax.ppermute(features[:, s - halo_len :], mesh_axis, to_the_right)
+    return jnp.concatenate([halo, features], axis=1)

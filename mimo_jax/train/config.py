@@ -134,8 +134,8 @@ class ExperimentConfig:
       regenerate: How the target answers the training prompts.
       drafter: Architecture of the drafter.
       drafter_train: Its distillation.
-      mesh: Devices along the axes of sharding.TRAIN: data, expert, tensor. Both training stages
-        run on it; a run may go on on another one.
+      mesh: Devices along the axes of sharding.TRAIN: data, expert, tensor and, for long rows,
+        sequence. Both training stages run on it; a run may go on on another one.
       dispatch: How tokens travel to experts on other devices: see layers/dispatch.py.
     """
 
@@ -173,4 +173,5 @@ class ExperimentConfig:
                 "target_train.batch_rows": self.target_train.batch_rows,
                 "drafter_train.batch_rows": self.drafter_train.batch_rows,
             },
+            self.drafter_train.row_len,
         )

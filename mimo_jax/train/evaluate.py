@@ -16,14 +16,9 @@ from mimo_jax.layers.dispatch import PADDED
 from mimo_jax.layers.vocab import argmax_lowest
 from mimo_jax.sharding import to_host
 from mimo_jax.train.data import PackedRows
+from mimo_jax.train.drafter_step import draft_logits_at_anchors
 from mimo_jax.train.placement import whole_over_data
-from mimo_jax.train.step import (
-    Batch,
-    draft_logits_at_anchors,
-    place_batch,
-    run_target,
-    sparse_layer,
-)
+from mimo_jax.train.step import Batch, place_batch, run_target, sparse_layer
 
 ANCHOR_CHUNK = 32
 
@@ -58,7 +53,7 @@ def make_propose(
             trained["mask_embedding"],
             mesh,
         )
-        return argmax_lowest(logits)
+        return argmax_lowest(logits).reshape(r, ANCHOR_CHUNK, -1)
 
     return jax.jit(propose)
 

@@ -4,7 +4,7 @@ Every function takes `mesh=None` for one device and then changes nothing, so a t
 once. The dense part of a step is left to the compiler (Auto axes): state is cut as its rules say,
 and `whole_over_data` brings a matrix together over "data" for its use and cuts its gradient again
 (FSDP), which leaves row-parallel and tensor-parallel products. What a device can do with its own
-rows alone is run on them by `per_row`: left to itself, the compiler gathers all rows where one
+rows alone is run on them by `on_own`: left to itself, the compiler gathers all rows where one
 array indexes another (top-k and flat gathers).
 
 Optimizer state lies as its parameter does. Trap: `jit(optimizer.init)` puts its zeros on one device
@@ -13,12 +13,12 @@ unless told otherwise, since they depend on no input.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,14 +30,19 @@ from mimo_jax.models.params import abstract, named_shardings, partition_specs
 from mimo_jax.models.target import Target
 from mimo_jax.sharding import (
     DATA,
+    SEQUENCE,
     TRAIN,
     Axes,
     check_divides,
+    full_sizes,
     mesh_sizes,
     num_parts,
 )
+from mimo_jax.train.block_mask import ANCHOR_CHUNK_LEN
 
 ROWS = TRAIN.cuts["batch"]
+# Draft blocks stand in a stretch of a row.
+BLOCKS = (*ROWS, SEQUENCE)
 
 # Expert stacks [d, e, f]: Muon reads them as [e, d, f].
 _EXPERTS_SECOND = ("experts_gate", "experts_up")
@@ -61,7 +66,7 @@ def experts_first_spec(path, spec: P) -> P:
     return P(experts, rows, width)
 
 
-def param_shardings(params, mesh: Mesh):
+def param_shardings(params, mesh: Mesh) -> Any:
     """The pytree of trained parameters with a NamedSharding in each leaf's place.
 
     Vectors (norms, sinks, biases) are whole everywhere: cutting them saves kilobytes and costs a
@@ -137,6 +142,11 @@ def num_row_parts(mesh: Mesh | None) -> int:
     return 1 if mesh is None else num_parts(ROWS, mesh_sizes(mesh))
 
 
+def num_sequence_parts(mesh: Mesh | None) -> int:
+    """Stretches that a row is cut into."""
+    return 1 if mesh is None else mesh_sizes(mesh)[SEQUENCE]
+
+
 def place_activation(x: Array, axes: Axes, mesh: Mesh | None) -> Array:
     """An activation inside a jitted step, held to its rule where its axes divide.
 
@@ -184,45 +194,46 @@ def whole_over_data(params, mesh: Mesh | None):
     return jax.tree.map(gather, params, param_shardings(params, mesh))
 
 
-def per_row(function: Callable, mesh: Mesh | None) -> Callable:
-    """A function of arrays [b, ...] that treats rows alike, run on each device's own rows.
+def on_own(function: Callable, mesh: Mesh | None, in_specs, out_specs) -> Callable:
+    """A function run by each device on its own rows (and positions); itself without a mesh.
 
-    Its arguments and results may be pytrees; the first axis of every array is rows, or a multiple.
-    Axes cut over "tensor" stay cut.
+    Args:
+      function: Of pytrees of arrays; what it does with one device's part, it does for that part.
+      mesh: Of TRAIN.
+      in_specs: How the arguments are cut over ROWS and SEQUENCE; cuts over "tensor" stay as they
+        are and need no mention.
+      out_specs: Likewise, of the results.
     """
     if mesh is None:
         return function
     return jax.shard_map(
-        function, mesh=mesh, in_specs=P(ROWS), out_specs=P(ROWS), axis_names=set(ROWS)
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(BLOCKS)
     )
 
 
 def check_mesh(
-    sizes: tuple[int, ...],
+    sizes: Sequence[int],
     target: TargetConfig,
     drafter: DrafterConfig,
     rows: Mapping[str, int],
+    drafter_row_len: int,
 ) -> None:
     """Raises ConfigError if a run does not divide over a mesh; says which axis and what would fit.
 
     Args:
-      sizes: Devices along the axes of TRAIN.
+      sizes: Devices along the axes of TRAIN; axes left out at the end have one.
       target: Its weights and query heads must divide.
       drafter: Likewise.
       rows: Rows per step of each stage; must divide by data * expert.
+      drafter_row_len: A stretch of it holds whole anchor chunks and reaches over a window.
 
     Example: sizes (3, 1, 1), rows {"target_train.batch_rows": 8} -> "target_train.batch_rows: axis
       batch of 8 cannot be cut into 3 parts (rules train: data=3 and expert=1); 8 can be cut into
       1, 2, 4, 8".
     """
-    names = ", ".join(TRAIN.mesh_axes)
-    require(
-        len(sizes) == len(TRAIN.mesh_axes) and all(size >= 1 for size in sizes),
-        f"mesh {'x'.join(map(str, sizes))}: one size >= 1 is needed for each of {names}",
-    )
-    if int(np.prod(sizes)) == 1:
+    by_axis = dict(zip(TRAIN.mesh_axes, full_sizes(TRAIN, sizes), strict=True))
+    if math.prod(sizes) == 1:
         return
-    by_axis = dict(zip(TRAIN.mesh_axes, sizes, strict=True))
     for name, num_rows in rows.items():
         check_divides(name, (num_rows,), ("batch",), TRAIN, by_axis)
     heads = {f"target.attention.{kind}": target.attention[kind] for kind in target.attention}
@@ -237,3 +248,17 @@ def check_mesh(
             partition_specs(abstract(make_module)[1], TRAIN, by_axis)
         except ConfigError as error:
             raise ConfigError(f"{name}.{error}") from None
+    parts = by_axis[SEQUENCE]
+    if parts == 1:
+        return
+    require(
+        drafter_row_len % (parts * ANCHOR_CHUNK_LEN) == 0,
+        f"drafter_train.row_len of {drafter_row_len} cannot be cut into {parts} stretches of whole "
+        f"anchor chunks (sequence={parts}); it must be a multiple of {parts} * {ANCHOR_CHUNK_LEN}",
+    )
+    longest = drafter_row_len // parts + 1
+    require(
+        all(window is not None and window <= longest for window in drafter.windows),
+        f"drafter.windows {list(drafter.windows)} must be at most {longest} (sequence={parts}): "
+        "a stretch reads from its left neighbour only",
+    )

@@ -42,7 +42,7 @@ from mimo_jax.layers.dispatch import PADDED, RAGGED
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import abstract, flatten, split, unflatten
 from mimo_jax.models.target import Target
-from mimo_jax.sharding import TRAIN, make_mesh, to_host
+from mimo_jax.sharding import TRAIN, full_sizes, make_mesh, to_host
 from mimo_jax.text import bpe
 from mimo_jax.text.tokenizer import Tokenizer
 from mimo_jax.train import loop
@@ -50,6 +50,7 @@ from mimo_jax.train.config import DrafterTrainConfig, ExperimentConfig, TargetTr
 from mimo_jax.train.corpora.build import build_corpus, write_prompts
 from mimo_jax.train.corpora.chat_format import NANO_CHAT_TEMPLATE
 from mimo_jax.train.data import PackedRows, batch_for_step, pack_documents
+from mimo_jax.train.drafter_step import make_drafter_step
 from mimo_jax.train.evaluate import make_propose, simulated_accept_length
 from mimo_jax.train.near_ties import NEAR_TIE, smallest_margins, ties_last
 from mimo_jax.train.placement import param_shardings, place_params, whole_over_data
@@ -59,7 +60,6 @@ from mimo_jax.train.step import (
     Batch,
     TrainState,
     init_state,
-    make_drafter_step,
     make_optimizer,
     make_target_eval,
     make_target_step,
@@ -463,7 +463,7 @@ def summary(config: ExperimentConfig) -> dict:
     target, drafter = config.target_train, config.drafter_train
     return {
         "name": config.name,
-        "mesh": dict(zip(TRAIN.mesh_axes, config.mesh, strict=True)),
+        "mesh": dict(zip(TRAIN.mesh_axes, full_sizes(TRAIN, config.mesh), strict=True)),
         "target_parameters": count(lambda: Target(config.target, rngs=nnx.Rngs(0))),
         "drafter_parameters": count(lambda: Drafter(config.drafter, rngs=nnx.Rngs(0))),
         "target_steps": target.num_steps,

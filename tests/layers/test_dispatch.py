@@ -15,13 +15,13 @@ from mimo_jax.layers import dispatch, moe
 from mimo_jax.sharding import TRAIN, make_mesh
 from tests.oracles import router as oracle
 
-T, D, E, F, TOP_K = 24, 12, 16, 8, 3
+B, T, D, E, F, TOP_K = 8, 4, 12, 16, 24, 3
 ROUTE = functools.partial(moe.route, top_k=TOP_K, routed_scale=1.0)
 
 
 def draw(seed=0):
     rng = np.random.default_rng(seed)
-    shapes = ((T, D), (D, E), (E,), (D, E, F), (D, E, F), (E, F, D))
+    shapes = ((B, T, D), (D, E), (E,), (D, E, F), (D, E, F), (E, F, D))
     x, w_router, bias, *experts = (
         rng.standard_normal(shape).astype(np.float32) for shape in shapes
     )
@@ -29,8 +29,8 @@ def draw(seed=0):
 
 
 def value_and_gradients(layer):
-    """Of sum(layer * fixed numbers), with respect to tokens, router and experts; and the routing."""
-    cotangent = np.random.default_rng(9).standard_normal((T, D)).astype(np.float32)
+    """Of sum(layer * fixed numbers) by tokens, router and experts; and the layer's results."""
+    cotangent = np.random.default_rng(9).standard_normal((B, T, D)).astype(np.float32)
 
     def loss(x, w_router, bias, experts):
         out, ids, weights = layer(ROUTE, x, w_router, bias, experts)
@@ -52,7 +52,7 @@ def expected():
 
 
 @pytest.mark.multi_device
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 2, 1)])
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (2, 1, 2, 2)])
 def test_any_mesh_equals_one_device(sizes, expected):
     layer = on_mesh(sizes, capacity_factor=None)
     actual = jax.jit(value_and_gradients(layer))(*draw())
@@ -70,19 +70,20 @@ def test_slots_literal():
 
 @pytest.mark.multi_device
 def test_each_device_group_drops_for_itself():
-    """Two groups of 12 tokens, int(12 * 3 * .5) = 18 rows over 16 experts: 2 rows each."""
+    """Two groups of 16 tokens, int(16 * 3 * .5) = 24 rows over 16 experts: 2 rows each."""
     x, w_router, bias, experts = draw()
-    out, ids, weights = jax.jit(
-        functools.partial(on_mesh((1, 2, 2), capacity_factor=0.5), ROUTE)
-    )(x, w_router, bias, experts)
-    ids, weights = np.asarray(ids), np.asarray(weights)
+    out, ids, weights = jax.jit(functools.partial(on_mesh((1, 2, 2), capacity_factor=0.5), ROUTE))(
+        x, w_router, bias, experts
+    )
+    flat = lambda a: np.asarray(a).reshape(B * T, -1)
+    out, ids, weights, x = flat(out), flat(ids), flat(weights), flat(x)
     halves = [
         oracle.run_experts(x[half], ids[half], weights[half], *experts, capacity=2)
-        for half in (slice(0, 12), slice(12, 24))
+        for half in (slice(0, 16), slice(16, 32))
     ]
     np.testing.assert_allclose(out, np.concatenate(halves), atol=1e-5, rtol=0)
     whole = oracle.run_experts(x, ids, weights, *experts)
-    assert np.abs(np.asarray(out) - whole).max() > 1e-2
+    assert np.abs(out - whole).max() > 1e-2
 
 
 @pytest.mark.multi_device
@@ -123,11 +124,9 @@ def test_ragged_equals_padded(monkeypatch):
     """XLA:CPU has no ragged all-to-all, so its documented meaning stands in for it here."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", _ragged_all_to_all_by_gather)
     results = [
-        jax.jit(
-            value_and_gradients(
-                on_mesh((1, 4, 2), capacity_factor=0.5, dispatch=kind)
-            )
-        )(*draw())
+        jax.jit(value_and_gradients(on_mesh((1, 4, 2), capacity_factor=0.5, dispatch=kind)))(
+            *draw()
+        )
         for kind in dispatch.DISPATCHES
     ]
     for padded, ragged in zip(*map(jax.tree.leaves, results), strict=True):
@@ -167,8 +166,6 @@ def test_ragged_compiles_for_eight_gpus():
         dispatch=dispatch.RAGGED,
     )
     whole = NamedSharding(mesh, PartitionSpec())
-    shapes = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), draw()
-    )
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), draw())
     text = jax.jit(value_and_gradients(layer)).lower(*shapes).compile().as_text()
     assert "ragged-all-to-all" in text

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from configs import nano
 from configs.tiny import mesh_tiny_drafter, mesh_tiny_target
@@ -19,16 +20,22 @@ from mimo_jax.config import ConfigError
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import split
 from mimo_jax.models.target import Target
-from mimo_jax.sharding import TRAIN, make_mesh, parse_mesh
+from mimo_jax.sharding import SEQUENCE, TRAIN, make_mesh, parse_mesh
 from mimo_jax.train import loop, recipe
+from mimo_jax.train.block_mask import with_left_halo
 from mimo_jax.train.config import DrafterTrainConfig, TargetTrainConfig
 from mimo_jax.train.data import PackedRows, pack_documents
-from mimo_jax.train.evaluate import make_propose, simulated_accept_length
-from mimo_jax.train.placement import place_params, state_shardings
-from mimo_jax.train.step import (
+from mimo_jax.train.drafter_step import (
+    _gather_blocks,
     draw_blocks,
-    init_state,
     make_drafter_step,
+    read_context,
+)
+from mimo_jax.train.evaluate import make_propose, simulated_accept_length
+from mimo_jax.train.placement import BLOCKS, ROWS, on_own, place_params, state_shardings
+from mimo_jax.train.step import (
+    Batch,
+    init_state,
     make_optimizer,
     make_target_step,
     place_batch,
@@ -73,7 +80,7 @@ def target_program(mesh):
     return step.lower(*arguments).compile(compiler_options=FAST), arguments
 
 
-def drafter_program(mesh):
+def drafter_program(mesh, batch_rows: PackedRows | None = None):
     (target_graph, target_params), (graph, trained) = models()
     target_params = place_params(target_params, mesh)
     trained = place_params(jax.tree.map(jnp.copy, trained), mesh)
@@ -82,7 +89,8 @@ def drafter_program(mesh):
         target_graph, graph, optimizer, DRAFTER_TRAIN, mesh_tiny_drafter(), mesh
     )
     state = init_state(trained, optimizer, mesh)
-    arguments = (state, target_params, place_batch(rows(), mesh), 5)
+    batch = place_batch(batch_rows or rows(), mesh)
+    arguments = (state, target_params, batch, 5)
     return step.lower(*arguments).compile(compiler_options=FAST), arguments
 
 
@@ -225,7 +233,8 @@ def test_a_run_goes_on_on_another_mesh(tmp_path, standard_promotion):
         ({"mesh": (3, 1, 1)}, "target_train.batch_rows: axis batch of 8 cannot be cut into 3"),
         ({"mesh": (1, 1, 4)}, "target.attention.global: axis heads of 6 cannot be cut into 4"),
         ({"mesh": (1, 8, 1)}, "drafter_train.batch_rows: axis batch of 4 cannot be cut into 8"),
-        ({"mesh": (2, 2)}, "mesh 2x2: one size >= 1 is needed for each of data, expert, tensor"),
+        ({"mesh": (2, 2)}, "mesh 2x2 does not fit rules train: one size >= 1 is needed for each"),
+        ({"mesh": (1, 1, 1, 2)}, "drafter_train.row_len of 256 cannot be cut into 2 stretches of"),
         ({"dispatch": "sorted"}, "dispatch 'sorted' is unknown; allowed: padded, ragged"),
     ],
 )
@@ -247,9 +256,10 @@ def test_a_run_asks_for_devices_that_are_there():
     config = nano.get_config()
     assert recipe.run_mesh(config) is None
     assert recipe.run_mesh(dataclasses.replace(config, mesh=(2, 1, 2))).size == 4
-    with pytest.raises(ConfigError, match="mesh 2x4x2 needs 16 devices; there are 8"):
-        many = dataclasses.replace(config.drafter_train, batch_rows=8)
-        recipe.run_mesh(dataclasses.replace(config, mesh=(2, 4, 2), drafter_train=many))
+    eight_rows = dataclasses.replace(config.drafter_train, batch_rows=8)
+    many = dataclasses.replace(config, mesh=(2, 4, 2), drafter_train=eight_rows)
+    with pytest.raises(ConfigError, match="mesh 2x4x2x1 needs 16 devices; there are 8"):
+        recipe.run_mesh(many)
     with pytest.raises(ConfigError, match="dispatch ragged needs GPUs"):
         recipe.run_mesh(dataclasses.replace(config, mesh=(1, 2, 1), dispatch="ragged"))
 
@@ -259,3 +269,69 @@ def test_mesh_as_a_user_writes_it():
     for text in ("2x", "2,2", "", "2x-1x1", "axb"):
         with pytest.raises(ConfigError, match="is not a shape"):
             parse_mesh(text)
+
+
+def test_a_cut_sequence_exchanges_one_halo():
+    """Four stretches of 8 positions, window 5: context equals that of whole rows."""
+    b, s, window, mesh = 2, 32, 5, make_mesh(TRAIN, (1, 1, 1, 4))
+    anchor_pos = jnp.array([[0, 3, 8, 11, 16, 23, 24, 31], [1, 7, 9, 15, 17, 18, 26, 30]])
+    ids = jnp.arange(b * s, dtype=jnp.int32).reshape(b, s)  # all distinct: they name the anchors
+    segments = jnp.ones((b, s), jnp.int32).at[1, 14:].set(2)
+    batch = Batch(ids, segments, segments > 0, ids % s)
+    features = jax.random.normal(jax.random.key(0), (b, s, 3))
+
+    def read(mesh):
+        def gathered(features, batch, anchor_pos):
+            context = read_context(features, batch, anchor_pos.astype(jnp.int32), window, mesh)
+            gather = on_own(
+                _gather_blocks, mesh, (P(ROWS, None, SEQUENCE), P(ROWS, SEQUENCE)), P(BLOCKS)
+            )
+            rows = gather(context.features[:, None], context.index)
+            places = gather(context.positions[:, None, :, None], context.index)
+            return context.anchor_ids, rows[:, 0], places[:, 0, :, 0], context.context_pos
+
+        return jax.jit(gathered)
+
+    program = read(mesh).lower(features, batch, anchor_pos).compile()
+    assert shapes_of(program.as_text(), "collective-permute") == ["f32[2,4,3]{2,1,0}"]
+    for name in ("all-gather", "all-reduce", "all-to-all"):
+        assert shapes_of(program.as_text(), name) == []
+    arguments = jax.device_put((features, batch, anchor_pos), program.input_shardings[0])
+    results = [program(*arguments), read(None)(features, batch, anchor_pos)]
+    cut, whole = ([np.asarray(a)[np.argsort(r[0])] for a in r] for r in results)
+    np.testing.assert_array_equal(cut[0], np.sort(np.asarray(ids)[[[0], [1]], anchor_pos], None))
+    np.testing.assert_array_equal(cut[3], whole[3])
+    is_there = whole[3] >= 0
+    np.testing.assert_array_equal(cut[1][is_there], whole[1][is_there])
+    np.testing.assert_array_equal(cut[2][is_there], whole[2][is_there])
+    assert is_there.sum() > 30
+
+
+def test_a_halo_longer_than_a_stretch_is_refused():
+    mesh = make_mesh(TRAIN, (1, 1, 1, 4))
+    halo = lambda x: with_left_halo(x, 3, SEQUENCE)
+    cut = P(None, SEQUENCE)
+    with pytest.raises(ValueError, match="a halo of 3 positions reaches past a stretch of 2"):
+        jax.shard_map(halo, mesh=mesh, in_specs=cut, out_specs=cut)(jnp.ones((1, 8, 2)))
+
+
+@pytest.mark.slow
+def test_a_drafter_step_with_a_cut_sequence_equals_that_of_one_device(standard_promotion):
+    """Rows of 2,048, two anchor chunks: the shortest that can be cut."""
+    rng = np.random.default_rng(3)
+    shape = (2, 2048)
+    segments = 1 + (np.arange(2048) // 300).astype(np.int32)
+    long_rows = PackedRows(
+        rng.integers(4, 71, shape, np.int32),
+        np.broadcast_to(segments, shape),
+        rng.random(shape) < 0.8,
+        np.broadcast_to(np.arange(2048, dtype=np.int32) % 300, shape),
+    )
+    one, cut = (drafter_program(mesh, long_rows) for mesh in (None, make_mesh(TRAIN, (1, 1, 1, 2))))
+    (state, metrics), (expected_state, expected_metrics) = (p(*a) for p, a in (cut, one))
+    assert int(metrics["num_signals"]) == int(expected_metrics["num_signals"]) > 8
+    for name, value in expected_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, atol=1e-5, rtol=1e-6, err_msg=name)
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True)
+    for leaf, expected in pairs:
+        np.testing.assert_allclose(leaf, expected, atol=1e-5, rtol=0)

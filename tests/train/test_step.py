@@ -21,12 +21,11 @@ from mimo_jax.models.target import Target
 from mimo_jax.train import loop, recipe
 from mimo_jax.train.config import DrafterTrainConfig, TargetTrainConfig
 from mimo_jax.train.data import PackedRows, pack_documents
+from mimo_jax.train.drafter_step import draft_logits_at_anchors, make_drafter_step
 from mimo_jax.train.evaluate import make_propose, simulated_accept_length, walk
 from mimo_jax.train.step import (
     Batch,
-    draft_logits_at_anchors,
     init_state,
-    make_drafter_step,
     make_optimizer,
     make_target_eval,
     make_target_step,
@@ -81,6 +80,7 @@ def test_block_logits_in_training_equal_those_of_decoding(pair, window):
         return draft_logits_at_anchors(t, d, batch, out.context_features, anchors, mask_embedding)
 
     trained = np.asarray(in_training(target.params, drafter.params))
+    trained = trained.reshape(*anchors.shape, *trained.shape[1:])
 
     @jax.jit
     def in_decoding(target_params, drafter_params, ids, length):
