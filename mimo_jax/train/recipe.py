@@ -34,9 +34,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mimo_jax.checkpoint.hf_drafter import save_drafter
-from mimo_jax.checkpoint.hf_target import load_target, open_target, save_target
+from mimo_jax.checkpoint.hf_target import load_target, save_target
 from mimo_jax.config import require
-from mimo_jax.decode.engine import Model, Request
+from mimo_jax.decode.engine import Request
+from mimo_jax.decode.placement import Model
 from mimo_jax.distributed import ALONE, ProcessGroup
 from mimo_jax.layers.dispatch import PADDED, RAGGED
 from mimo_jax.models.drafter import Drafter
@@ -137,7 +138,7 @@ def on_all_devices(config: ExperimentConfig, group: ProcessGroup) -> ExperimentC
     """
     num_devices = jax.device_count()
     if group.count > 1 and math.prod(config.mesh) == 1:
-        config = dataclasses.replace(config, mesh=(num_devices, 1, 1))
+        config = dataclasses.replace(config, mesh=full_sizes(TRAIN, (num_devices, 1, 1)))
     require(
         group.count == 1 or math.prod(config.mesh) == num_devices,
         f"mesh {'x'.join(map(str, config.mesh))} has {math.prod(config.mesh)} devices, and "
@@ -227,21 +228,10 @@ def train_target_stage(
 def load_exported_target(run_dir: Path, mesh: Mesh | None = None) -> Model:
     """The target as it will be published (rounded to bfloat16), computing in float32.
 
-    The drafter must learn the text of the weights that are shipped. On a mesh every device reads
-    its own part.
+    The drafter must learn the text of the weights that are shipped.
     """
-    directory = run_dir / "target" / "export"
-    if mesh is None:
-        return Model(*load_target(directory, dtype=jnp.float32))
-    target_config, _ = open_target(directory)
-    _, like = abstract(lambda: Target(target_config, rngs=nnx.Rngs(0)))
-    shardings = {
-        ".".join(str(part) for part in path): leaf.get_value()
-        for path, leaf in nnx.to_flat_state(param_shardings(like, mesh))
-    }
-    return Model(
-        *load_target(directory, dtype=jnp.float32, sharding_of=lambda name: shardings[name])
-    )
+    config, graph, params = load_target(run_dir / "target" / "export", dtype=jnp.float32)
+    return Model(config, graph, place_params(params, mesh))
 
 
 def scene_stop_ids(scene: str) -> tuple[int, ...]:
