@@ -77,10 +77,12 @@ def results(processes: list[subprocess.Popen], limit_s: float = LIMIT_S) -> list
     return out
 
 
-def run(command: list[str], num_processes: int, num_devices: int = 1) -> list[tuple]:
+def run(
+    command: list[str], num_processes: int, num_devices: int = 1, limit_s: float = LIMIT_S
+) -> list[tuple]:
     """`started` and `results` in one."""
     with started(command, num_processes, num_devices) as processes:
-        return results(processes)
+        return results(processes, limit_s)
 
 
 def wait_for(condition, limit_s: float = 120) -> None:

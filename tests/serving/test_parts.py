@@ -208,7 +208,7 @@ def kill_one_then_rerun(llm, tmp_path, count, victim, num_lines):
 
 @pytest.mark.e2e
 def test_two_processes_of_which_the_coordinator_is_killed(llm, tmp_path):
-    (said,), stopped_s = kill_one_then_rerun(llm, tmp_path, count=2, victim=0, num_lines=60)
+    (said,), stopped_s = kill_one_then_rerun(llm, tmp_path, count=2, victim=0, num_lines=120)
     assert said.startswith("serve.py: process 1 of 2: ")
     assert "another process " in said
     assert len(said.splitlines()) == 1
@@ -219,7 +219,7 @@ def test_two_processes_of_which_the_coordinator_is_killed(llm, tmp_path):
 @pytest.mark.parametrize(("count", "victim"), [(2, 1), (4, 2)])
 def test_processes_of_which_another_is_killed(llm, tmp_path, count, victim):
     """Takes the 40 s after which a silent process counts as dead."""
-    said, stopped_s = kill_one_then_rerun(llm, tmp_path, count, victim, num_lines=60 * count)
+    said, stopped_s = kill_one_then_rerun(llm, tmp_path, count, victim, num_lines=300 * count)
     for line in said:
         assert line.startswith("serve.py: process ")
         assert len(line.splitlines()) == 1

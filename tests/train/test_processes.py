@@ -32,7 +32,7 @@ def metrics(run_dir, stage="target"):
 def kill_one(command, count, victim, is_time, num_devices=1):
     """Kills a process once is_time(); returns the others' stderr and how long they took to end."""
     with groups.started(command, count, num_devices) as processes:
-        groups.wait_for(is_time, limit_s=groups.LIMIT_S)
+        groups.wait_for(is_time, limit_s=900)
         processes[victim].send_signal(signal.SIGKILL)
         start = time.monotonic()
         ends = groups.results(processes, limit_s=60)
@@ -111,7 +111,7 @@ def test_the_whole_recipe_by_two_processes(tmp_path):
     """train.py: every file that two processes leave is what one process with two devices leaves."""
     one, two = tmp_path / "one", tmp_path / "two"
     command = ["train.py", "--config", "tests/train/smallest_run.py", "--run-dir"]
-    ((code, out, stderr),) = groups.run([*command, str(one), "--mesh", "2x1x1"], 1, 2)
+    ((code, out, stderr),) = groups.run([*command, str(one), "--mesh", "2x1x1"], 1, 2, 1200)
     assert code == 0, stderr
     assert out == f"exported to {one / 'export'}\n"
 
@@ -119,7 +119,7 @@ def test_the_whole_recipe_by_two_processes(tmp_path):
     said, stopped_s = kill_one([*command, str(two)], 2, 1, is_time)
     assert last_line(said[0]).startswith("train.py: process 0 of 2: ")
     assert stopped_s < 60
-    ends = groups.run([*command, str(two)], 2)
+    ends = groups.run([*command, str(two)], 2, limit_s=1200)
     for code, _, stderr in ends:
         assert code == 0, stderr
     assert [out.count("exported") for _, out, _ in ends] == [1, 0]
