@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from mimo_jax.checkpoint import name_map
 from mimo_jax.checkpoint.decoded import PLAIN, QKV_LAYOUTS, DecodedTensors, QkvLayout
@@ -200,6 +200,7 @@ def load_target(
     qkv_layout: str | None = None,
     mesh: Mesh | None = None,
     is_transposed: bool = False,
+    sharding_of: Callable[[str], NamedSharding] | None = None,
     on_progress: Callable[[int, int], object] = lambda done_bytes, total_bytes: None,
 ):
     """A target from a published checkpoint directory.
@@ -213,6 +214,7 @@ def load_target(
       qkv_layout: See `open_target`.
       mesh: Of `sharding.DECODE`: every device's part is read directly; None = the default device.
       is_transposed: Keep matrices [out, in] as the files have them; see `layers/linear.py`.
+      sharding_of: Parameter name -> NamedSharding on a mesh of `sharding.TRAIN`, instead of mesh.
       on_progress: Called after each parameter with (bytes so far, bytes in all).
 
     Returns:
@@ -234,7 +236,7 @@ def load_target(
         dtype,
         is_ignored=lambda name: is_ignored(config, name),
         lay_out=layout.lay_out,
-        sharding_of=layout.sharding_of,
+        sharding_of=sharding_of or layout.sharding_of,
         on_progress=on_progress,
     )
     return config, layout.graph, unflatten(layout.like, flat)

@@ -34,7 +34,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mimo_jax.checkpoint.hf_drafter import save_drafter
-from mimo_jax.checkpoint.hf_target import load_target, save_target
+from mimo_jax.checkpoint.hf_target import load_target, open_target, save_target
 from mimo_jax.config import require
 from mimo_jax.decode.engine import Request
 from mimo_jax.decode.placement import Model
@@ -228,10 +228,18 @@ def train_target_stage(
 def load_exported_target(run_dir: Path, mesh: Mesh | None = None) -> Model:
     """The target as it will be published (rounded to bfloat16), computing in float32.
 
-    The drafter must learn the text of the weights that are shipped.
+    The drafter must learn the text of the weights that are shipped. On a mesh every device reads
+    its own part.
     """
-    config, graph, params = load_target(run_dir / "target" / "export", dtype=jnp.float32)
-    return Model(config, graph, place_params(params, mesh))
+    directory = run_dir / "target" / "export"
+    if mesh is None:
+        return Model(*load_target(directory, dtype=jnp.float32))
+    target_config, _ = open_target(directory)
+    _, like = abstract(lambda: Target(target_config, rngs=nnx.Rngs(0)))
+    shardings = flatten(param_shardings(like, mesh))
+    return Model(
+        *load_target(directory, dtype=jnp.float32, sharding_of=shardings.__getitem__)
+    )
 
 
 def scene_stop_ids(scene: str) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from configs import nano
-from configs.tiny import mesh_tiny_drafter, mesh_tiny_target
+from configs.tiny import train_mesh_drafter, train_mesh_target
 from mimo_jax.config import ConfigError
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import split
@@ -53,9 +53,9 @@ DRAFTER_TRAIN = DrafterTrainConfig(num_steps=10, warmup_steps=0, num_anchors=4)
 
 @functools.cache
 def models():
-    target = split(Target(mesh_tiny_target(), rngs=nnx.Rngs(0)))
-    drafter_graph, drafter = split(Drafter(mesh_tiny_drafter(), rngs=nnx.Rngs(1)))
-    mask_embedding = target[1]["embedding"][...][mesh_tiny_drafter().mask_token_id]
+    target = split(Target(train_mesh_target(), rngs=nnx.Rngs(0)))
+    drafter_graph, drafter = split(Drafter(train_mesh_drafter(), rngs=nnx.Rngs(1)))
+    mask_embedding = target[1]["embedding"][...][train_mesh_drafter().mask_token_id]
     return target, (drafter_graph, {"drafter": drafter, "mask_embedding": mask_embedding})
 
 
@@ -86,7 +86,7 @@ def drafter_program(mesh, batch_rows: PackedRows | None = None):
     trained = place_params(jax.tree.map(jnp.copy, trained), mesh)
     optimizer = make_optimizer(trained, DRAFTER_TRAIN, mesh)
     step = make_drafter_step(
-        target_graph, graph, optimizer, DRAFTER_TRAIN, mesh_tiny_drafter(), mesh
+        target_graph, graph, optimizer, DRAFTER_TRAIN, train_mesh_drafter(), mesh
     )
     state = init_state(trained, optimizer, mesh)
     batch = place_batch(batch_rows or rows(), mesh)
@@ -160,8 +160,8 @@ def check_collectives_of_target(text: str, sizes) -> None:
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
 def test_anchors_are_the_same_on_any_mesh_and_need_no_collective(sizes):
     mesh = make_mesh(TRAIN, sizes)
-    draw = lambda mesh: functools.partial(
-        draw_blocks, 5, jnp.int32(3), num_anchors=4, draft_block_len=3, mesh=mesh
+    draw = lambda mesh, seed=5, step=3: functools.partial(
+        draw_blocks, seed, jnp.int32(step), num_anchors=4, draft_block_len=3, mesh=mesh
     )
     program = jax.jit(draw(mesh)).lower(place_batch(rows(), mesh)).compile()
     for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
@@ -171,6 +171,8 @@ def test_anchors_are_the_same_on_any_mesh_and_need_no_collective(sizes):
     for ours, one in zip(program(place_batch(rows(), mesh)), expected, strict=True):
         np.testing.assert_array_equal(ours, one)
         assert len({shard.index for shard in ours.addressable_shards}) > 1
+    for other in (draw(None, seed=6), draw(None, step=4)):
+        assert (other(place_batch(rows())).anchor_pos != expected.anchor_pos).any()
 
 
 def test_accept_length_on_a_mesh_that_rows_do_not_divide(standard_promotion):
