@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -38,22 +38,27 @@ def environment(num_devices: int = 1) -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(
-    command: list[str], num_processes: int, num_devices: int = 1
+    command: list[str],
+    num_processes: int,
+    num_devices: int = 1,
+    launcher: Callable[[int], dict[str, str]] | None = None,
 ) -> Iterator[list[subprocess.Popen]]:
     """The command as processes 0 .. num_processes - 1 of a group; all are killed at the end.
 
-    With one process the command runs as it is.
+    With one process the command runs as it is; so it does where a launcher gives every process
+    its environment.
     """
     coordinator = f"127.0.0.1:{free_port()}"
     processes = []
     for i in range(num_processes):
         flags = ["--coordinator", coordinator, "--num-processes", str(num_processes)]
         flags += ["--process-id", str(i)]
+        has_flags = num_processes > 1 and launcher is None
         processes.append(
             subprocess.Popen(
-                [sys.executable, *command, *(flags if num_processes > 1 else [])],
+                [sys.executable, *command, *(flags if has_flags else [])],
                 cwd=ROOT,
-                env=environment(num_devices),
+                env=environment(num_devices) | (launcher(i) if launcher else {}),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

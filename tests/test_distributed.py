@@ -177,3 +177,44 @@ def test_two_processes_meet_and_one_leaves(tmp_path):
     assert len(err1.splitlines()) == 1, "one line, not a stack trace"
     if out1:  # nothing is flushed where JAX aborts before Python hears of it
         assert json.loads(out1) == [[0, "x"], []]
+
+
+def as_slurm(index: int) -> dict[str, str]:
+    """JAX takes the coordinator's port from the job's number: 61440 + 123 here."""
+    return {
+        "SLURM_JOB_ID": "123",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(index),
+        "SLURM_LOCALID": str(index),
+    }
+
+
+def as_open_mpi(index: int) -> dict[str, str]:
+    """Likewise, from the launcher's address: 61440 + 124."""
+    return {
+        "OMPI_MCA_orte_hnp_uri": f"{124 * 4096}.0;tcp://127.0.0.1:34911",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": str(index),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(index),
+    }
+
+
+FOUND = """
+import sys
+from mimo_jax.distributed import ProcessFlags, open_group
+group = open_group(ProcessFlags(), "found", join_timeout_s=100)
+print(group.gather("who", str(group)))
+sys.exit(group.close(7))
+"""
+
+
+@pytest.mark.parametrize("launcher", [as_slurm, as_open_mpi])
+def test_processes_find_each_other_through_their_launcher(tmp_path, launcher):
+    """Real processes in the environment of a launcher; the address is JAX's to find."""
+    program = tmp_path / "found.py"
+    program.write_text(FOUND)
+    with groups.started([str(program)], 2, launcher=launcher) as processes:
+        first, second = groups.results(processes)
+    assert first == (7, "['process 0 of 2', 'process 1 of 2']\n", "")
+    assert second == (7, "[]\n", "")
