@@ -43,7 +43,7 @@ from mimo_jax.layers.dispatch import PADDED, RAGGED
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import abstract, flatten, split, unflatten
 from mimo_jax.models.target import Target
-from mimo_jax.sharding import TRAIN, full_sizes, make_mesh, to_host
+from mimo_jax.sharding import TRAIN, connect, full_sizes, make_mesh, to_host
 from mimo_jax.text import bpe
 from mimo_jax.text.tokenizer import Tokenizer
 from mimo_jax.train import loop
@@ -432,6 +432,8 @@ def run_recipe(
     """
     config = on_all_devices(config, group)
     mesh = run_mesh(config)
+    if mesh is not None:
+        connect(mesh, group)
     if group.is_first:
         run_dir.mkdir(parents=True, exist_ok=True)
         # Taken before the work: the tree may move on while a run takes its hour.

@@ -73,10 +73,11 @@ def main(run_dir: str, num_steps: str, pause_s: str, *flags: str) -> int:
     group = open_group(tyro.cli(ProcessFlags, args=flags), "process_run")
     import jax
 
-    from mimo_jax.sharding import TRAIN, make_mesh
+    from mimo_jax.sharding import TRAIN, connect, make_mesh
 
     try:
         mesh = make_mesh(TRAIN, (jax.device_count(), 1, 1))
+        connect(mesh, group)
         train(Path(run_dir), int(num_steps), mesh, group, float(pause_s))
         return group.close()
     except group.losses() as error:

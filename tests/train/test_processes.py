@@ -87,6 +87,36 @@ def test_four_processes_train_like_one_also_when_killed(tmp_path, victim):
     killed_resumed_and_compared(tmp_path, count=4, victim=victim)
 
 
+LATE = """
+import sys, time
+from mimo_jax.distributed import ProcessFlags, open_group
+group = open_group(ProcessFlags(sys.argv[2], int(sys.argv[4]), int(sys.argv[6])), "late")
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from mimo_jax.sharding import TRAIN, connect, make_mesh
+mesh = make_mesh(TRAIN, (2, 2, 1))
+connect(mesh, group)
+place = NamedSharding(mesh, P(("data", "expert")))
+x = jax.make_array_from_callback((4,), place, lambda i: np.array([1, 2, 4, 8], np.int32)[i])
+sums = lambda x: jax.lax.psum(x, "data")
+sums = jax.shard_map(sums, mesh=mesh, in_specs=place.spec, out_specs=P("expert"))
+if group.index == 1:
+    time.sleep(35)
+print([int(part.data[0]) for part in jax.jit(sums)(x).addressable_shards])
+sys.exit(group.close())
+"""
+
+
+@pytest.mark.slow
+def test_a_process_may_come_late_to_a_collective(tmp_path):
+    """Later than the 30 s within which Gloo wants to open a connection."""
+    program = tmp_path / "late.py"
+    program.write_text(LATE)
+    for code, out, stderr in groups.run([str(program)], 2, num_devices=2):
+        assert code == 0, stderr
+        assert out.splitlines()[-1] == "[5, 10]"
+
+
 def test_every_device_of_every_process_has_to_be_in_the_mesh():
     """This process has 8 devices; a group of two is told that they are those of both."""
     config, group = smallest_run.get_config(), ProcessGroup(Membership(0, 2))
