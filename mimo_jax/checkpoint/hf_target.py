@@ -13,9 +13,16 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from mimo_jax.checkpoint import name_map
-from mimo_jax.checkpoint.decoded import PLAIN, QKV_LAYOUTS, DecodedTensors, QkvLayout
+from mimo_jax.checkpoint.decoded import (
+    PLAIN,
+    PROJECTION_LAYOUTS,
+    QKV_LAYOUTS,
+    SPLIT,
+    DecodedTensors,
+    QkvLayout,
+)
 from mimo_jax.checkpoint.hf_target_config import target_config_from_json, target_config_to_json
-from mimo_jax.checkpoint.json_config import read_json
+from mimo_jax.checkpoint.json_config import Keys, read_json
 from mimo_jax.checkpoint.layout import memory_layout
 from mimo_jax.checkpoint.name_map import FLOAT32, Leaf
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError, SafetensorsDir
@@ -125,8 +132,26 @@ def _layer_leaves(
     ]
 
 
+def projection_layout(values: dict, path: str | os.PathLike) -> str:
+    """Which of `PROJECTION_LAYOUTS` a config.json speaks of.
+
+    Flash's config and those of the other families lack the key: there q, k and v stand apart. A
+    `mimo_v2` without it may hold either.
+
+    Raises:
+      CheckpointError: If the value is unknown, or a `mimo_v2` does not say.
+
+    Example: {"model_type": "mimo_v2_flash"} -> "split".
+    """
+    keys, key = Keys(values, path), "attention_projection_layout"
+    keys.allow(key, *PROJECTION_LAYOUTS)
+    if not keys.has(key) and values.get("model_type") == "mimo_v2":
+        raise keys.error(key, f"is missing; allowed: {', '.join(map(repr, PROJECTION_LAYOUTS))}")
+    return values.get(key) or SPLIT
+
+
 def qkv_layouts(
-    values: dict, config: TargetConfig, tensors: SafetensorsDir, override: str | None = None
+    values: dict, config: TargetConfig, num_mtp_heads: int, override: str | None = None
 ) -> dict[str, QkvLayout]:
     """How each layer's projections are stored, by prefix; see `decoded.py`.
 
@@ -143,7 +168,7 @@ def qkv_layouts(
     }
     if SLIDING in config.attention:
         widths = config.attention[SLIDING].qkv_widths
-        for i in range(num_mtp_layers(tensors)):
+        for i in range(num_mtp_heads):
             layouts[f"{MTP_PREFIX}{i}.self_attn."] = QkvLayout(widths, num_chunks)
     return layouts
 
@@ -176,14 +201,10 @@ def open_target(
     if qkv_layout not in (None, *QKV_LAYOUTS):
         allowed = ", ".join(QKV_LAYOUTS)
         raise CheckpointError(f"qkv layout {qkv_layout!r} is unknown; allowed: {allowed}")
-    layout = values.get("attention_projection_layout")
-    if layout not in (None, "split", "fused_qkv"):
-        raise CheckpointError(
-            f"{path}: attention_projection_layout {layout!r} is not supported; allowed: null, "
-            "'split', 'fused_qkv'"
-        )
+    Keys(values, path).allow("attention_projection_layout", *PROJECTION_LAYOUTS)
     tensors = SafetensorsDir(directory)
-    return config, DecodedTensors(tensors, qkv_layouts(values, config, tensors, qkv_layout))
+    layouts = qkv_layouts(values, config, num_mtp_layers(tensors), qkv_layout)
+    return config, DecodedTensors(tensors, layouts)
 
 
 def is_ignored(config: TargetConfig, name: str) -> bool:

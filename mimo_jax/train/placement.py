@@ -175,7 +175,8 @@ def _whole_fwd(x, cut, whole):
 
 def _whole_bwd(cut, whole, _, grad):
     # Whole first: asked for the cut alone, the compiler may cut the activations it is made of.
-    # The sum and the cut become one reduce-scatter on GPU.
+    # Compiled for GPUs, sum and cut of a stack are one reduce-scatter; a dense matrix is summed
+    # over "expert" too, and stays an all-reduce and a slice.
     grad = jax.lax.with_sharding_constraint(grad, whole)
     return (jax.lax.with_sharding_constraint(grad, cut),)
 

@@ -36,8 +36,8 @@ from jax.sharding import Mesh
 from mimo_jax.checkpoint.hf_drafter import save_drafter
 from mimo_jax.checkpoint.hf_target import load_target, open_target, save_target
 from mimo_jax.config import require
-from mimo_jax.decode.engine import Request
 from mimo_jax.decode.placement import Model
+from mimo_jax.decode.request import Request
 from mimo_jax.distributed import ALONE, ProcessGroup
 from mimo_jax.layers.dispatch import PADDED, RAGGED
 from mimo_jax.models.drafter import Drafter
