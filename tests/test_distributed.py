@@ -154,10 +154,10 @@ from mimo_jax.distributed import ProcessFlags, open_group
 flags = ProcessFlags(sys.argv[2], int(sys.argv[4]), int(sys.argv[6]))
 group = open_group(flags, "meeting", join_timeout_s=100)
 print(json.dumps([group.share("a", [group.index, "x"]), group.gather("b", 10 + group.index)]))
-group.barrier("c")
-if group.is_first:
-    group.abandon("meeting: process 0 has its reasons", 2)
 try:
+    group.barrier("c")
+    if group.is_first:  # perhaps before the other has heard that the barrier is passed
+        group.abandon("meeting: process 0 has its reasons", 2)
     group.barrier("d")
 except group.losses() as error:
     group.abandon("meeting: " + group.explain(error), 3)
