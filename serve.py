@@ -2,8 +2,10 @@
 
     python serve.py batch --checkpoint DIR --input prompts.jsonl --output answers.jsonl
     python serve.py batch --help
+    srun --ntasks 8 python serve.py batch ...     # eight processes share the lines
 
-Exit codes: 0 all lines answered, 1 some line has an error, 2 wrong usage or unusable files.
+Exit codes: 0 all lines answered, 1 some line has an error, 2 wrong usage or unusable files; others
+if this process or another one of the group was killed.
 """
 
 import sys
@@ -21,20 +23,25 @@ def main(args: Sequence[str] | None = None) -> int:
         description=__doc__,
         args=args,
     )
-    # Only now: `--help` and a misspelt flag need no JAX.
     from mimo_jax.checkpoint.safetensors_reader import CheckpointError
     from mimo_jax.config import ConfigError
-    from mimo_jax.serving.batch import run_batch
+    from mimo_jax.distributed import ALONE, open_group
     from mimo_jax.serving.jsonl import JobError
 
+    group = ALONE
     try:
-        return run_batch(options)
-    except (ConfigError, CheckpointError, JobError) as error:
-        print(f"serve.py: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        group = open_group(options.processes, "serve.py")
+        # Only now: `--help` and a misspelt flag need no JAX, and the group comes before it.
+        from mimo_jax.serving.batch import run_batch
+
+        return group.close(run_batch(options, group=group))
+    except (ConfigError, CheckpointError, JobError, *group.losses()) as error:
+        line, code = f"serve.py: {group.explain(error)}", 2
     except KeyboardInterrupt:
-        print("serve.py: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+        line, code = "serve.py: stopped; the same command goes on from here", 130
+    group.abandon(line, code)
+    print(line, file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python train.py --config configs/nano.py
     python train.py --config configs/nano.py --run-dir runs/second --dry-run
     python train.py --config configs/nano.py --mesh 2x2x2
+    srun --ntasks 8 python train.py --config configs/nano.py      # eight processes, one run
 
 A run that was stopped goes on where it was when the same command is given again.
 """
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+
+from mimo_jax.distributed import ALONE, ProcessFlags, ProcessGroup, open_group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Arguments:
     """Devices along data x expert x tensor (x sequence), as 2x2x2; instead of the config's own."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print parameter counts and steps, train nothing."""
+    processes: tyro.conf.OmitArgPrefixes[ProcessFlags] = ProcessFlags()
 
 
 def load_config(path: Path):
@@ -46,32 +50,42 @@ def load_config(path: Path):
     return module.get_config()
 
 
-def main() -> int:
-    arguments = tyro.cli(Arguments, description=__doc__)
+def run(arguments: Arguments, group: ProcessGroup) -> None:
+    """Trains, or says what would be trained."""
     from absl import logging
 
     logging.set_verbosity(logging.WARNING)  # at INFO Orbax reports every save in ten lines
-    from mimo_jax.config import ConfigError
     from mimo_jax.sharding import parse_mesh
     from mimo_jax.train import recipe
 
+    config = load_config(arguments.config)
+    if arguments.mesh is not None:
+        config = dataclasses.replace(config, mesh=parse_mesh(arguments.mesh))
+    if arguments.dry_run:
+        print(json.dumps(recipe.summary(config), indent=1))
+        return
+    out = recipe.run_recipe(config, arguments.run_dir or Path("runs") / config.name, group)
+    if group.is_first:
+        print(f"exported to {out}")
+
+
+def main() -> int:
+    arguments = tyro.cli(Arguments, description=__doc__)
+    from mimo_jax.config import ConfigError
+
+    group = ALONE
     try:
-        config = load_config(arguments.config)
-        if arguments.mesh is not None:
-            config = dataclasses.replace(config, mesh=parse_mesh(arguments.mesh))
-        run_dir = arguments.run_dir or Path("runs") / config.name
-        if arguments.dry_run:
-            print(json.dumps(recipe.summary(config), indent=1))
-            return 0
-        out = recipe.run_recipe(config, run_dir)
-    except (ConfigError, ValueError, FloatingPointError, OSError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
+        if not arguments.dry_run:
+            group = open_group(arguments.processes, "train.py")  # before anything imports JAX
+        run(arguments, group)
+        return group.close()
+    except (ConfigError, ValueError, FloatingPointError, OSError, *group.losses()) as error:
+        line, code = f"train.py: {group.explain(error)}", 2
     except KeyboardInterrupt:
-        print("train.py: stopped; the same command goes on from the newest checkpoint")
-        return 130
-    print(f"exported to {out}")
-    return 0
+        line, code = "train.py: stopped; the same command goes on from the newest checkpoint", 130
+    group.abandon(line, code)
+    print(line, file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -16,15 +16,18 @@ This module knows no model: `models/params.py` reads the axes off a module.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mimo_jax.config import ConfigError, require
+from mimo_jax.distributed import ProcessGroup
 
 DATA, MODEL, EXPERT, TENSOR, SEQUENCE = "data", "model", "expert", "tensor", "sequence"
 
@@ -220,6 +223,47 @@ def parse_mesh(text: str) -> tuple[int, ...]:
 def mesh_sizes(mesh: Mesh) -> dict[str, int]:
     """Devices along each axis. Example: {"data": 1, "model": 8}."""
     return dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
+
+
+def connect(mesh: Mesh, group: ProcessGroup) -> None:
+    """Lets the processes of a mesh meet once over every set of its axes, all at the same time.
+
+    The first collective between some devices opens their connections, and Gloo gives that 30 s: too
+    little where one process still compiles and the other has found its program in the cache. Once
+    connected they wait for each other (75 s were no trouble).
+
+    Args:
+      mesh: Over the devices of all processes.
+      group: Those processes; alone, nothing happens.
+    """
+    if group.count == 1:
+        return
+    names = [name for name, size in mesh_sizes(mesh).items() if size > 1]
+    sets = [s for n in range(len(names)) for s in itertools.combinations(names, n + 1)]
+    place = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    x = jax.make_array_from_callback(
+        mesh.devices.shape, place, lambda index: np.zeros(mesh.devices.shape, np.float32)[index]
+    )
+    sums = jax.shard_map(
+        lambda x: [jax.lax.psum(x, axes) for axes in sets],
+        mesh=mesh,
+        in_specs=place.spec,
+        out_specs=place.spec,
+        check_vma=False,  # summed over some axes, a result is still cut over the others
+    )
+    program = jax.jit(sums).lower(x).compile()
+    group.barrier("ready to connect")
+    jax.block_until_ready(program(x))
+
+
+def to_host(x: Any) -> np.ndarray:
+    """The whole of an array as NumPy, on every process that has a part of it.
+
+    Where other processes hold parts this is a collective: all must come here with the same array.
+    """
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        return multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
 
 
 def constrain(x: Array, axes: Axes, rules: AxisRules, mesh: Mesh | None) -> Array:

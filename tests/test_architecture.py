@@ -22,6 +22,8 @@ ORDER = (
     ("mimo_jax.arrays",),
     ("mimo_jax.config",),
     ("mimo_jax.timing",),
+    ("mimo_jax.witness",),
+    ("mimo_jax.distributed",),
     ("mimo_jax.text",),
     ("mimo_jax.sharding",),
     ("mimo_jax.quant",),

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mimo_jax.distributed import ProcessFlags
+
 REPO_ROOT = Path(__file__).resolve().parent.parent
 README = REPO_ROOT / "README.md"
 ARCHITECTURE = REPO_ROOT / "ARCHITECTURE.md"
@@ -60,7 +62,8 @@ def flags_of(words: list[str]) -> tuple[set[str], set[str]]:
     else:
         return set(), set()
     used = {word.split("=")[0] for word in words if word.startswith("--")} - {"--help"}
-    return used, {"--" + f.name.replace("_", "-") for f in dataclasses.fields(options)}
+    fields = [*dataclasses.fields(options), *dataclasses.fields(ProcessFlags)]
+    return used, {"--" + field.name.replace("_", "-") for field in fields}
 
 
 def make_targets() -> set[str]:

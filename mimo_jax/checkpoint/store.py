@@ -16,9 +16,12 @@ later, in another place. A step without that list (killed in between) is judged 
   the damaged step is such a one; so `save` first moves every step at or past its own to
   `set_aside/`, where it is kept until the next one of that number.
 
+Several processes call `save` and `restore_latest` together, on one directory that all can see.
+Orbax lets each write its own parts; hashes are of whole leaves, gathered one at a time, so that a
+step can be restored on any mesh; what stands beside them is the first process's to write.
+
 Traps: saving is synchronous, because the hashes need the host copy and the caller donates its
-state; every process must hold all of every leaf (one host). Half-written directories
-(`N.orbax-checkpoint-tmp-*`) are ignored, as Orbax does.
+state. Half-written directories (`N.orbax-checkpoint-tmp-*`) are ignored, as Orbax does.
 """
 
 import hashlib
@@ -32,6 +35,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
+
+from mimo_jax.distributed import ALONE, ProcessGroup
+from mimo_jax.sharding import to_host
 
 _FORMAT = 1
 _FILE_LIST = "files.json"
@@ -63,7 +69,7 @@ def _flatten(tree: Any) -> tuple[dict[str, Any], Any]:
 def leaf_hash(leaf: Any) -> str:
     """BLAKE2b of a leaf's dtype, shape and bytes, whatever its sharding.
 
-    Copies the whole leaf to the host.
+    Copies the whole leaf to the host; see `sharding.to_host` for several processes.
 
     Args:
       leaf: Array of any dtype, the 8- and 4-bit floats included.
@@ -73,7 +79,7 @@ def leaf_hash(leaf: Any) -> str:
 
     Example: equal for a bf16 array and its copy; different for -0.0 and 0.0.
     """
-    array = np.ascontiguousarray(np.asarray(leaf))
+    array = np.ascontiguousarray(to_host(leaf))
     digest = hashlib.blake2b(f"{array.dtype} {np.shape(leaf)}".encode(), digest_size=16)
     digest.update(array.reshape(-1).view(np.uint8))
     return digest.hexdigest()
@@ -112,6 +118,7 @@ class CheckpointStore:
     Args:
       directory: Made on the first save.
       max_to_keep: Newest steps kept; at least 2, so that there is one to walk back to.
+      group: The processes that save and restore together.
 
     Raises:
       ValueError: If max_to_keep is below 2.
@@ -122,11 +129,13 @@ class CheckpointStore:
       step, state, meta = store.restore_latest({"params": params, "opt": opt_state})
     """
 
-    def __init__(self, directory: str | Path, max_to_keep: int = 2):
+    def __init__(
+        self, directory: str | Path, max_to_keep: int = 2, group: ProcessGroup = ALONE
+    ):
         if max_to_keep < 2:
             raise ValueError(f"max_to_keep must be at least 2 to walk back, got {max_to_keep}")
         self.directory = Path(directory).absolute()
-        self.max_to_keep = max_to_keep
+        self.max_to_keep, self._group = max_to_keep, group
 
     def _manager(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
@@ -175,9 +184,11 @@ class CheckpointStore:
                 for name, leaf in named.items()
             },
         }
-        for later in self.steps():
-            if later >= step:
-                self._set_aside(later)
+        later_steps = [later for later in self.steps() if later >= step]
+        self._group.barrier("all have seen the steps")
+        for later in later_steps if self._group.is_first else ():
+            self._set_aside(later)
+        self._group.barrier("later steps are set aside")
         with self._manager() as manager:
             is_saved = manager.save(
                 step,
@@ -189,6 +200,11 @@ class CheckpointStore:
             manager.wait_until_finished()
         if not is_saved:
             raise DamagedCheckpointError(f"step {step} was not saved in {self.directory}")
+        if self._group.is_first:
+            self._list_files(step)
+        self._group.barrier("saved")
+
+    def _list_files(self, step: int) -> None:
         step_dir = self.directory / str(step)
         sizes = {
             str(path.relative_to(step_dir)): path.stat().st_size
@@ -273,7 +289,7 @@ class CheckpointStore:
     def _read_state(
         self, step: int, wanted: dict[str, Any], stored: dict[str, Any]
     ) -> dict[str, jax.Array]:
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         target = {
             name: jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or here

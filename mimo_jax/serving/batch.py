@@ -2,9 +2,10 @@
 
 One engine serves the whole job: its length comes from the longest request and its sampling mode
 from the most demanding one, counted over all lines, also those that an earlier run has answered,
-so that a continued job runs the same program. Answers finish out of order; each is written as soon
-as all earlier lines are, so the output is always a prefix of the finished file. It holds nothing
-that depends on the clock: a job that was stopped and continued ends in the same bytes.
+so that a continued job, and every process of one, runs the same program. Answers finish out of
+order; each is written as soon as all earlier lines are, so the output is always a prefix of the
+finished file. It holds nothing that depends on the clock: a job that was stopped and continued ends
+in the same bytes.
 
 An output line holds id, scene (if any), text, token_ids, finish_reason ("stop" or "length"), usage
 and accept_stats, with `detailed` also prompt_token_ids and num_committed_per_step, which sum to
@@ -27,7 +28,8 @@ from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.jobs import Job, Output, run_jobs
 from mimo_jax.decode.llm import LLM
 from mimo_jax.decode.params import SamplingParams
-from mimo_jax.serving import report
+from mimo_jax.distributed import ALONE, ProcessGroup
+from mimo_jax.serving import parts, report
 from mimo_jax.serving.jsonl import (
     Finished,
     JobError,
@@ -178,6 +180,7 @@ def _decode(
     engine: Engine | None,
     entries: Sequence[_Entry],
     writer: OutputWriter,
+    is_quiet: bool,
 ) -> tuple[report.JobReport, float, float]:
     """Answers entries into the writer; returns (report, wall seconds, compile seconds)."""
     tally = report.JobReport()
@@ -185,7 +188,7 @@ def _decode(
     compile_s = lambda: engine.compile_s - compiled_before if engine else 0.0
     num_tokens, num_written = 0, 0
     waiting: dict[int, dict] = {}
-    with JobBar(len(entries), options.quiet) as bar, Stopwatch() as watch:
+    with JobBar(len(entries), is_quiet) as bar, Stopwatch() as watch:
 
         def show():
             run_s = max(watch.elapsed_s - compile_s(), 1e-9)
@@ -196,7 +199,7 @@ def _decode(
             num_tokens += len(new_ids)
             show()
 
-        for index, output in _answers(engine, llm, entries, None if options.quiet else on_tokens):
+        for index, output in _answers(engine, llm, entries, None if is_quiet else on_tokens):
             tally.add(entries[index].scene, output)
             waiting[index] = _record(entries[index], output, options.detailed)
             while num_written in waiting:
@@ -206,9 +209,9 @@ def _decode(
     return tally, watch.elapsed_s, compile_s()
 
 
-def _load(options: BatchOptions) -> LLM:
+def _load(options: BatchOptions, is_quiet: bool) -> LLM:
     drafter = None if options.draft == "off" else (options.drafter or "auto")
-    with loading_bar(options.quiet) as report:
+    with loading_bar(is_quiet) as report:
         return LLM.load(
             options.checkpoint,
             drafter,
@@ -229,15 +232,18 @@ def _check_paths(options: BatchOptions) -> None:
             raise JobError(f"{name} {path}: is the input; name another file")
 
 
-def _describe_run(options: BatchOptions, llm: LLM, engine: Engine | None) -> dict:
+def _describe_run(
+    options: BatchOptions, llm: LLM, engine: Engine | None, num_processes: int
+) -> dict:
     has_draft = engine is not None and engine.drafter is not None
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "date": datetime.date.today().isoformat(),
         "mimo_jax": __version__,
         "jax": jax.__version__,
         "device": f"{device.platform}: {device.device_kind}",
+        "num_processes": num_processes,
         "checkpoint": str(options.checkpoint),
         "dtype": llm.dtype,
         "draft": "chain" if has_draft else "off",
@@ -252,15 +258,19 @@ def _describe_run(options: BatchOptions, llm: LLM, engine: Engine | None) -> dic
     }
 
 
-def run_batch(options: BatchOptions, llm: LLM | None = None) -> int:
-    """Runs a batch job.
+def run_batch(
+    options: BatchOptions, llm: LLM | None = None, group: ProcessGroup = ALONE
+) -> int:
+    """Runs a batch job, or this process's part of one.
 
     Args:
       options: See there.
       llm: A loaded model, in place of what options.checkpoint and options.drafter name.
+      group: The processes that share the lines; see `parts`.
 
     Returns:
-      Exit code: 0, or 1 if some line of the job has an error, also from an earlier run.
+      Exit code: 0, or 1 if some line of the job has an error, also from an earlier run or in
+      another process.
 
     Raises:
       ConfigError: If a flag is out of range or does not fit the model.
@@ -269,9 +279,12 @@ def run_batch(options: BatchOptions, llm: LLM | None = None) -> int:
     """
     defaults, template_variables = options.sampling(), options.template_variables()
     _check_paths(options)
-    entries = _parse(read_lines(options.input), defaults, options.scene)
+    parts.check_paths(options, group)
+    is_quiet = options.quiet or not group.is_first
+    lines = read_lines(options.input)
+    entries = _parse(lines, defaults, options.scene)
     finished = read_finished(options.output)
-    llm = _load(options) if llm is None else llm
+    llm = _load(options, is_quiet) if llm is None else llm
     use_draft = options.draft != "off" and llm.drafter is not None
     if options.draft == "chain" and llm.drafter is None:
         raise ConfigError(
@@ -286,21 +299,54 @@ def run_batch(options: BatchOptions, llm: LLM | None = None) -> int:
     if jobs:
         engine = llm.open_engine(
             jobs,
-            batch_size=min(options.batch_size, len(jobs)),
+            batch_size=min(options.batch_size, -(-len(jobs) // group.count)),
             draft=use_draft,
             draft_block_len=options.draft_block_len,
         )
     done, pending = _split_finished(entries, finished)
-    with OutputWriter.open(options.output, finished) as writer:
-        tally, wall_s, compile_s = _decode(options, llm, engine, pending, writer)
-    run = _describe_run(options, llm, engine)
-    metrics = tally.metrics(wall_s, compile_s, len(done), run)
+    if not pending and group.is_first:  # a run may have been killed after it had merged
+        parts.clean_up(options.output)
+    parts.claim(options.output, group, parts.job_hash(options, lines, finished))
+
+    path, share, before = options.output, pending, finished
+    if group.count > 1:
+        path = parts.part_path(options.output, group.index, group.count)
+        share = pending[group.index :: group.count]
+        before = parts.read_part(path, [entry.line_id for entry in share])
+        done_here, share = _split_finished(share, before)
+        done = done_here + (done if group.is_first else [])  # each line counts in one process
+    with OutputWriter.open(path, before) as writer:
+        tally, wall_s, compile_s = _decode(options, llm, engine, share, writer, is_quiet)
+    error_ids = finished.error_ids | before.error_ids
+    figures = {
+        "report": tally.to_json(),
+        "seconds": [wall_s, compile_s],
+        "num_skipped": len(done),
+        "num_errors": tally.total.num_errors + sum(e.line_id in error_ids for e in done),
+    }
+    all_figures = group.gather("figures", figures)  # comes when all are done
+    code = 0
+    if group.is_first:
+        if group.count > 1:
+            parts.merge(options.output, group, finished, [entry.line_id for entry in pending])
+        run = _describe_run(options, llm, engine, group.count)
+        code = _conclude(options, all_figures, run, len(entries))
+    return group.share("exit code", code)
+
+
+def _conclude(options: BatchOptions, all_figures: list[dict], run: dict, num_lines: int) -> int:
+    """Adds up what the processes counted, shows and writes it; returns the exit code."""
+    # The job took as long as its slowest process, compiling aside.
+    wall_s, compile_s = max((f["seconds"] for f in all_figures), key=lambda s: s[0] - s[1])
+    tally = report.JobReport.joined([figures["report"] for figures in all_figures])
+    num_skipped = sum(figures["num_skipped"] for figures in all_figures)
+    metrics = tally.metrics(wall_s, compile_s, num_skipped, run)
     if options.metrics_json is not None:
         write_whole(options.metrics_json, json.dumps(metrics, indent=1) + "\n")
     console = Console(stderr=True)
     if not options.quiet:
         console.print(report.render(metrics))
-    num_errors = tally.total.num_errors + sum(e.line_id in finished.error_ids for e in done)
+    num_errors = sum(figures["num_errors"] for figures in all_figures)
     if num_errors:
-        console.print(f"{num_errors} of {len(entries)} lines have an error", style="red")
+        console.print(f"{num_errors} of {num_lines} lines have an error", style="red")
     return 1 if num_errors else 0

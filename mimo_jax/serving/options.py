@@ -9,6 +9,7 @@ import tyro
 
 from mimo_jax.config import SCENES, ConfigError
 from mimo_jax.decode.params import SamplingParams
+from mimo_jax.distributed import ProcessFlags
 
 
 def _optional(metavar: str, default: str):
@@ -27,6 +28,9 @@ class BatchOptions:
     Every line gets one line of output, in the order of the input. A line that cannot be answered
     gets one with "error", and the exit code is 1. The same command, given again, goes on where it
     was stopped.
+
+    Several processes share the lines, each with its own devices; the first one merges what they
+    wrote. All need the same files under the same names.
     """
 
     checkpoint: Annotated[Path, tyro.conf.arg(metavar="DIR")]
@@ -74,6 +78,7 @@ class BatchOptions:
     """Gets the figures of the table at the end."""
     quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """No progress bar and no table."""
+    processes: tyro.conf.OmitArgPrefixes[ProcessFlags] = ProcessFlags()
 
     def template_variables(self) -> dict:
         """chat_template_kwargs as an object.

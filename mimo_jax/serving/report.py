@@ -5,8 +5,10 @@ wall time without compiling; a scene's share of the wall time is its share of th
 requests spent in rows, so with one row the scenes add up to the whole.
 """
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -19,16 +21,33 @@ from mimo_jax.decode.stats import AcceptStats, tpot_s
 _BAR_LEN = 24
 
 
+@dataclasses.dataclass
 class Tally:
     """Running sums over some requests."""
 
-    def __init__(self):
-        self.num_requests = self.num_errors = 0
-        self.prompt_tokens = self.output_tokens = 0
-        self.accept = AcceptStats()
-        self.ttft_s: list[float] = []
-        self.tpot_s: list[float] = []
-        self.busy_s = 0.0
+    num_requests: int = 0
+    num_errors: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    accept: AcceptStats = AcceptStats()
+    ttft_s: list[float] = dataclasses.field(default_factory=list)
+    tpot_s: list[float] = dataclasses.field(default_factory=list)
+    busy_s: float = 0.0
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Tally":
+        """The inverse of `dataclasses.asdict`, also by way of JSON."""
+        counts: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields["accept"].items()
+        }
+        sums: dict[str, Any] = fields | {"accept": AcceptStats(**counts)}
+        return cls(**sums)
+
+    def __iadd__(self, other: "Tally") -> "Tally":
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        return self
 
     def add(self, output: Output | None) -> None:
         """Counts an answer, or with None a line that has an error instead."""
@@ -74,6 +93,24 @@ class JobReport:
         self.total.add(output)
         if scene is not None:
             self.scenes.setdefault(scene, Tally()).add(output)
+
+    def to_json(self) -> dict:
+        """Everything, for `joined` in another process."""
+        return {
+            "total": dataclasses.asdict(self.total),
+            "scenes": {name: dataclasses.asdict(tally) for name, tally in self.scenes.items()},
+        }
+
+    @classmethod
+    def joined(cls, reports: Sequence[dict]) -> "JobReport":
+        """The sum of what several processes counted, each as `to_json` gives it."""
+        report = cls()
+        for fields in reports:
+            report.total += Tally.from_json(fields["total"])
+            for name, tally in fields["scenes"].items():
+                report.scenes[name] = report.scenes.get(name, Tally())
+                report.scenes[name] += Tally.from_json(tally)
+        return report
 
     def metrics(self, wall_s: float, compile_s: float, num_skipped: int, run: dict) -> dict:
         """Everything that the JSON file holds.

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from mimo_jax.layers.dispatch import PADDED
 from mimo_jax.layers.vocab import argmax_lowest
+from mimo_jax.sharding import to_host
 from mimo_jax.train.data import PackedRows
 from mimo_jax.train.drafter_step import draft_logits_at_anchors
 from mimo_jax.train.placement import whole_over_data
@@ -93,7 +94,7 @@ def simulated_accept_length(
     first = min(start for start, end in spans if end)
     last = max(end for _, end in spans)
     starts = [min(start, s - ANCHOR_CHUNK) for start in range(first, last, ANCHOR_CHUNK)]
-    chunks = [np.asarray(propose(target_params, trained, batch, jnp.int32(i))) for i in starts]
+    chunks = [to_host(propose(target_params, trained, batch, jnp.int32(i))) for i in starts]
     proposals = np.full((r, s, chunks[0].shape[2]), -1, np.int32)
     for start, chunk in zip(starts, chunks, strict=True):
         proposals[:, start : start + ANCHOR_CHUNK] = chunk[:r]  # the rest fills a mesh up

@@ -3,7 +3,8 @@
 resume -> (step -> log -> maybe evaluate -> maybe save) * n -> save. Batches are a function of the
 step number and randomness of (seed, step), so a run that was killed and resumed is the run that
 was not. Metrics go to a JSON Lines file; a resumed run first cuts the lines past its step, so the
-file reads as one run.
+file reads as one run. Of several processes each takes every step and evaluation, since those are
+collective, and the first one writes.
 """
 
 import json
@@ -23,16 +24,22 @@ from rich.progress import (
 )
 
 from mimo_jax.checkpoint.store import CheckpointStore
+from mimo_jax.distributed import ALONE, ProcessGroup
 from mimo_jax.train.step import TrainState
 
 LOG_EVERY = 10
 
 
 class MetricsFile:
-    """Append-only JSON Lines of {"step": ..., metric: value}; lines past `step` are dropped."""
+    """Append-only JSON Lines of {"step": ..., metric: value}; lines past `step` are dropped.
 
-    def __init__(self, path: Path, step: int):
-        self._path = path
+    Writes nothing on a process that is not the first.
+    """
+
+    def __init__(self, path: Path, step: int, is_first: bool = True):
+        self._path, self._is_first = path, is_first
+        if not is_first:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = []
         if path.exists():
@@ -46,13 +53,15 @@ class MetricsFile:
         path.write_text("".join(line + "\n" for line in kept))
 
     def write(self, step: int, values: dict) -> None:
+        if not self._is_first:
+            return
         record = {"step": step, "time": round(time.time(), 1)}
         record |= {k: v if isinstance(v, dict) else round(float(v), 5) for k, v in values.items()}
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
 
-def progress_bar(console: Console | None = None) -> Progress:
+def progress_bar(console: Console | None = None, is_shown: bool = True) -> Progress:
     """The one bar of every long job: name, done/total, elapsed, remaining, a line of figures."""
     return Progress(
         TextColumn("{task.description}"),
@@ -62,6 +71,7 @@ def progress_bar(console: Console | None = None) -> Progress:
         TimeRemainingColumn(),
         TextColumn("{task.fields[figures]}"),
         console=console or Console(stderr=True),
+        disable=not is_shown,
     )
 
 
@@ -77,6 +87,7 @@ def run(
     eval_fn: Callable[[TrainState], dict] | None,
     meta: dict,
     tokens_per_step: int,
+    group: ProcessGroup = ALONE,
 ) -> TrainState:
     """Trains from the newest intact checkpoint of `run_dir` to num_steps.
 
@@ -92,6 +103,7 @@ def run(
       eval_fn: state -> metrics, or None.
       meta: Written with each checkpoint; a resumed run must have the same.
       tokens_per_step: For the tokens/s figure.
+      group: The processes that train together.
 
     Returns:
       The state after num_steps.
@@ -100,7 +112,7 @@ def run(
       ValueError: If the checkpoint was written with another meta; names the field.
       FloatingPointError: If the loss is not finite; the newest checkpoint is kept.
     """
-    store = CheckpointStore(run_dir / name / "checkpoints")
+    store = CheckpointStore(run_dir / name / "checkpoints", group=group)
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     restored = store.restore_latest(jax.tree.map(like, state))
     start = 0
@@ -112,9 +124,9 @@ def run(
                     f"{run_dir / name} was run with {key}={saved_meta.get(key)!r}, now "
                     f"{meta.get(key)!r}; give the run another --run-dir or the same config"
                 )
-    metrics_file = MetricsFile(run_dir / name / "metrics.jsonl", start)
+    metrics_file = MetricsFile(run_dir / name / "metrics.jsonl", start, group.is_first)
 
-    with progress_bar() as bar:
+    with progress_bar(is_shown=group.is_first) as bar:
         task = bar.add_task(name, total=num_steps, completed=start, figures="")
         clock, last_step = time.monotonic(), start
         for step in range(start, num_steps):

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -113,16 +114,28 @@ def hold_state(state, mesh: Mesh | None):
     return jax.lax.with_sharding_constraint(state, state_shardings(state, mesh))
 
 
+def _place(x, sharding: NamedSharding) -> Array:
+    """An array that every process has, each giving its own devices their parts of it.
+
+    Not `device_put`: between processes it compares the whole array first, at every call.
+    """
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
 def place_params(params, mesh: Mesh | None):
-    """Parameters on the host or one device -> on the mesh."""
-    return params if mesh is None else jax.device_put(params, param_shardings(params, mesh))
+    """Parameters on the host or one device, alike in every process -> on the mesh."""
+    return params if mesh is None else jax.tree.map(_place, params, param_shardings(params, mesh))
 
 
 def place_rows(rows, mesh: Mesh | None):
-    """Arrays [r, ...] of a batch -> on the devices, r over the rows' mesh axes."""
+    """Arrays [r, ...] of a batch, alike in every process -> on the mesh, r over the rows' axes.
+
+    Of several processes each puts the rows of its own devices there.
+    """
     if mesh is None:
         return jax.tree.map(jnp.asarray, rows)
-    return jax.device_put(rows, NamedSharding(mesh, P(ROWS)))
+    return jax.tree.map(lambda x: _place(x, NamedSharding(mesh, P(ROWS))), rows)
 
 
 def num_row_parts(mesh: Mesh | None) -> int:

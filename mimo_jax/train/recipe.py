@@ -11,6 +11,11 @@ exists is whole.
     drafter/     checkpoints/, metrics.jsonl
     export/      target + tokenizer + chat template + dflash/ + provenance
     prompts/     SCENE.jsonl, the held-out prompts, those with near ties last
+
+Several processes (a `ProcessGroup`) share one run directory and train on one mesh of all their
+devices. What needs no mesh is done by the first one while the others wait at a barrier, except
+regenerating, the longest of these: there each process takes scenes of its own, whose files are then
+those of a process alone (to split a scene would change which answers count into its quota).
 """
 
 import dataclasses
@@ -33,11 +38,12 @@ from mimo_jax.checkpoint.hf_target import load_target, open_target, save_target
 from mimo_jax.config import require
 from mimo_jax.decode.placement import Model
 from mimo_jax.decode.request import Request
+from mimo_jax.distributed import ALONE, ProcessGroup
 from mimo_jax.layers.dispatch import PADDED, RAGGED
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import abstract, flatten, split, unflatten
 from mimo_jax.models.target import Target
-from mimo_jax.sharding import TRAIN, full_sizes, make_mesh
+from mimo_jax.sharding import TRAIN, connect, full_sizes, make_mesh, to_host
 from mimo_jax.text import bpe
 from mimo_jax.text.tokenizer import Tokenizer
 from mimo_jax.train import loop
@@ -124,6 +130,23 @@ def run_settings(train: TargetTrainConfig | DrafterTrainConfig) -> dict[str, Any
     }
 
 
+def on_all_devices(config: ExperimentConfig, group: ProcessGroup) -> ExperimentConfig:
+    """The config with a mesh for all processes: its own, or rows over all devices if it has none.
+
+    Raises:
+      ConfigError: If its mesh leaves out devices of some process, or rows do not divide.
+    """
+    num_devices = jax.device_count()
+    if group.count > 1 and math.prod(config.mesh) == 1:
+        config = dataclasses.replace(config, mesh=full_sizes(TRAIN, (num_devices, 1, 1)))
+    require(
+        group.count == 1 or math.prod(config.mesh) == num_devices,
+        f"mesh {'x'.join(map(str, config.mesh))} has {math.prod(config.mesh)} devices, and "
+        f"{group.count} processes bring {num_devices}: allowed is a mesh of all of them",
+    )
+    return config
+
+
 def run_mesh(config: ExperimentConfig) -> Mesh | None:
     """The devices of a run: None for a mesh of one.
 
@@ -151,7 +174,10 @@ def target_init(config: ExperimentConfig, mesh: Mesh | None = None):
 
 
 def train_target_stage(
-    config: ExperimentConfig, run_dir: Path, mesh: Mesh | None = None
+    config: ExperimentConfig,
+    run_dir: Path,
+    mesh: Mesh | None = None,
+    group: ProcessGroup = ALONE,
 ) -> None:
     """Pre-trains the target and exports it."""
     train = config.target_train
@@ -187,13 +213,16 @@ def train_target_stage(
         eval_fn=eval_fn,
         **run_settings(train),
         tokens_per_step=train.batch_rows * config.corpus.row_len,
+        group=group,
     )
-    save_target(
-        run_dir / "target" / "export",
-        config.target,
-        state.params,
-        extra_config={"eos_token_id": list(STOP_IDS), "pad_token_id": PAD_ID},
-    )
+    params = jax.tree.map(to_host, state.params)
+    if group.is_first:
+        save_target(
+            run_dir / "target" / "export",
+            config.target,
+            params,
+            extra_config={"eos_token_id": list(STOP_IDS), "pad_token_id": PAD_ID},
+        )
 
 
 def load_exported_target(run_dir: Path, mesh: Mesh | None = None) -> Model:
@@ -218,7 +247,9 @@ def scene_stop_ids(scene: str) -> tuple[int, ...]:
     return STOP_IDS[:1] if scene == "agent" else STOP_IDS
 
 
-def regenerate_stage(config: ExperimentConfig, run_dir: Path) -> None:
+def regenerate_stage(
+    config: ExperimentConfig, run_dir: Path, group: ProcessGroup = ALONE
+) -> None:
     """The target answers training prompts, and greedily a few held-out ones."""
     out = run_dir / "regenerate"
     train_rows = read_rows(run_dir / "corpus" / "train")
@@ -226,9 +257,9 @@ def regenerate_stage(config: ExperimentConfig, run_dir: Path) -> None:
     row_len = config.drafter_train.row_len
     mix, settings = config.drafter_train.mix, config.regenerate
     target = None
-    for scene, share in mix.items():
+    for number, (scene, share) in enumerate(mix.items()):
         path, heldout_path = out / f"{scene}.npz", out / "heldout" / f"{scene}.npz"
-        if path.exists():
+        if path.exists() or number % group.count != group.index:
             continue
         target = target or load_exported_target(run_dir)
         quota = int(settings.num_tokens * share / sum(mix.values()))
@@ -250,7 +281,7 @@ def regenerate_stage(config: ExperimentConfig, run_dir: Path) -> None:
         ]
         stacked = PackedRows(*(np.concatenate(arrays) for arrays in zip(*pages, strict=True)))
         write_rows(heldout_path, stacked)
-        with loop.progress_bar() as bar:
+        with loop.progress_bar(is_shown=group.is_first) as bar:
             task = bar.add_task(f"regenerate {scene}", total=quota, figures="tokens")
             pairs = regenerate(
                 target,
@@ -280,8 +311,13 @@ def balance_taps(drafter_params, features):
     return unflatten(drafter_params, flat)
 
 
-def train_drafter_stage(config: ExperimentConfig, run_dir: Path, mesh: Mesh | None = None):
-    """Distils the drafter; returns {"drafter": params, "mask_embedding": [d]} and its graph."""
+def train_drafter_stage(
+    config: ExperimentConfig,
+    run_dir: Path,
+    mesh: Mesh | None = None,
+    group: ProcessGroup = ALONE,
+):
+    """Distils the drafter; returns its graph and {"drafter": params, "mask_embedding": [d]}."""
     train, model = config.drafter_train, config.drafter
     target = load_exported_target(run_dir, mesh)
     rows = read_rows(run_dir / "regenerate")
@@ -298,9 +334,9 @@ def train_drafter_stage(config: ExperimentConfig, run_dir: Path, mesh: Mesh | No
         b, s, _ = out.context_features.shape
         return out.context_features.reshape(b, s, len(model.target_layer_ids), -1)
 
-    features = np.asarray(tap_features(target.params, first))[:16]
+    features = to_host(tap_features(target.params, first))[:16]
     params = balance_taps(params, features)
-    embedding = np.asarray(flatten(target.params)["embedding"])
+    embedding = to_host(flatten(target.params)["embedding"])
     trained = {"drafter": params, "mask_embedding": jnp.asarray(embedding[model.mask_token_id])}
     trained = place_params(trained, mesh)
     optimizer = make_optimizer(trained, train, mesh)
@@ -331,6 +367,7 @@ def train_drafter_stage(config: ExperimentConfig, run_dir: Path, mesh: Mesh | No
         eval_fn=eval_fn,
         **run_settings(train),
         tokens_per_step=train.batch_rows * train.row_len,
+        group=group,
     )
     return graph, state.params
 
@@ -380,24 +417,40 @@ def order_prompts_stage(config: ExperimentConfig, run_dir: Path) -> None:
         logging.info("%s: %d near ties", path.stem, int((margins < NEAR_TIE).sum()))
 
 
-def run_recipe(config: ExperimentConfig, run_dir: Path) -> Path:
+def run_recipe(
+    config: ExperimentConfig, run_dir: Path, group: ProcessGroup = ALONE
+) -> Path:
     """All stages in order; returns the exported checkpoint directory.
 
     Training runs on the config's mesh, and may go on on another one; the other stages use one
     device.
+
+    Args:
+      config: Of the run; several processes without a mesh in it train on all their devices.
+      run_dir: Where the run lives, the same directory for every process.
+      group: The processes that work on it together.
     """
+    config = on_all_devices(config, group)
     mesh = run_mesh(config)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    # Taken before the work: the tree may move on while a run takes its hour.
-    (run_dir / "config.json").write_text(json.dumps(record(config), indent=1) + "\n")
-    build_corpus_stage(config, run_dir)
-    if not (run_dir / "target" / "export" / "config.json").exists():
-        train_target_stage(config, run_dir, mesh)
-    regenerate_stage(config, run_dir)
-    _, trained = train_drafter_stage(config, run_dir, mesh)
-    exported = export_stage(config, run_dir, trained)
-    order_prompts_stage(config, run_dir)
-    return exported
+    if mesh is not None:
+        connect(mesh, group)
+    if group.is_first:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        # Taken before the work: the tree may move on while a run takes its hour.
+        (run_dir / "config.json").write_text(json.dumps(record(config), indent=1) + "\n")
+        build_corpus_stage(config, run_dir)
+    is_trained = (run_dir / "target" / "export" / "config.json").exists()
+    if not group.share("target is trained", is_trained):  # waits for the corpus, too
+        train_target_stage(config, run_dir, mesh, group)
+        group.barrier("target is exported")
+    regenerate_stage(config, run_dir, group)
+    group.barrier("answers are written")
+    _, trained = train_drafter_stage(config, run_dir, mesh, group)
+    trained = jax.tree.map(to_host, trained)
+    if group.is_first:
+        export_stage(config, run_dir, trained)
+        order_prompts_stage(config, run_dir)
+    return run_dir / "export"
 
 
 def summary(config: ExperimentConfig) -> dict:
