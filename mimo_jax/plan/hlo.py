@@ -1,0 +1,265 @@
+"""What an optimised HLO module does, read from its text: collectives, copies, bytes moved.
+
+The text is the one account that every backend gives; cost analysis is not implemented for
+executables compiled ahead of time. Sizes are per device, since the module is one device's program.
+
+A fusion reads its operands once, except where it only gathers or slices them: then it reads what it
+picks (a layer's experts are 2.6 GB per device, of which a step picks 64 rows). An in-place update
+moves the update alone.
+
+Trap: XLA puts a small all-reduce inside a fusion of its own ("fusion-start"), so collectives are
+counted wherever they stand, not at top level.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+ITEM_BYTES = {
+    "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "f8e8m0fnu": 1,
+    "s16": 2, "u16": 2, "f16": 2, "bf16": 2,
+    "s32": 4, "u32": 4, "f32": 4,
+    "s64": 8, "u64": 8, "f64": 8, "c64": 8,
+}  # fmt: skip
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
+               "ragged-all-to-all")  # fmt: skip
+# Operations that move data and compute nothing.
+MOVES = {"copy", "copy-start", "slice", "dynamic-slice", "transpose", "concatenate", "pad",
+         "reshape", "broadcast", "bitcast", "parameter", "constant", "tuple",
+         "get-tuple-element"}  # fmt: skip
+# Operations that have no run time of their own.
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all",
+        "partition-id", "replica-id", "copy-done", "fusion-done", "async-done"}  # fmt: skip
+PICKS = ("gather", "dynamic-slice", "slice")
+
+_SHAPE = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
+_CALLED = re.compile(r"\b(calls|to_apply|body|condition)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_ALIAS = re.compile(r"\((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
+
+
+class Instruction(NamedTuple):
+    """One line: name, result type, operation, operand names, called computations, whole text."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    called: tuple[tuple[str, str], ...]
+    text: str
+
+
+class Module(NamedTuple):
+    """Computations by name, the entry's name, and the parameter numbers that outputs alias."""
+
+    computations: dict[str, dict[str, Instruction]]
+    entry: str
+    aliased_parameters: tuple[int, ...]
+
+
+def shape_bytes(shape: str) -> int:
+    """Bytes of an array or tuple type. Example: "(bf16[8,6144]{1,0}, s32[])" -> 98308."""
+    total = 0
+    for dtype, dims in _SHAPE.findall(shape):
+        if dtype not in ITEM_BYTES:
+            continue
+        count = 1
+        for size in dims.split(","):
+            count *= int(size) if size else 1
+        total += count * ITEM_BYTES[dtype]
+    return total
+
+
+def _operands(rest: str) -> tuple[str, ...]:
+    """Names up to the parenthesis that closes the operand list."""
+    depth = 1
+    for i, char in enumerate(rest):
+        depth += (char == "(") - (char == ")")
+        if depth == 0:
+            return tuple(re.findall(r"%([\w.\-]+)", rest[:i]))
+    return ()
+
+
+def parse(text: str) -> Module:
+    """Reads the text of an optimised module (`compiled.as_text()`)."""
+    computations: dict[str, dict[str, Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        started = _COMPUTATION.match(line)
+        if started:
+            current = computations.setdefault(started.group(2), {})
+            if started.group(1):
+                entry = started.group(2)
+            continue
+        if current is None or line.startswith("}"):
+            continue
+        found = _INSTRUCTION.match(line)
+        if found:
+            name, shape, opcode, rest = found.groups()
+            called = list(_CALLED.findall(rest))
+            for branches in _BRANCHES.findall(rest):
+                called += [("branch", name.strip(" %")) for name in branches.split(",")]
+            current[name] = Instruction(name, shape, opcode, _operands(rest), tuple(called), line)
+    aliases = _ALIAS.findall(text.split("\n", 1)[0])
+    return Module(computations, entry, tuple(sorted({int(number) for number in aliases})))
+
+
+class Visit(NamedTuple):
+    """An instruction that runs at top level of some computation, and how deep in loops it is."""
+
+    instruction: Instruction
+    loop_depth: int
+    trip_count: int
+
+
+def _trip_count(instruction: Instruction) -> int:
+    known = re.search(r'known_trip_count[^0-9]*"?(\d+)', instruction.text)
+    return int(known.group(1)) if known else 1
+
+
+def walk(
+    module: Module, computation: str | None = None, depth: int = 0, trips: int = 1
+) -> Iterator[Visit]:
+    """Everything that is executed, fusions as one instruction, with how often it runs.
+
+    A loop whose trip count is not known counts once: the loop over decode steps is one, so what is
+    counted is a step.
+    """
+    for instruction in module.computations[computation or module.entry].values():
+        yield Visit(instruction, depth, trips)
+        for role, name in instruction.called:
+            if role in ("body", "condition"):
+                inside = trips * _trip_count(instruction)
+                yield from walk(module, name, depth + 1, inside)
+            elif role == "branch" or (role == "to_apply" and instruction.opcode == "call"):
+                yield from walk(module, name, depth, trips)
+            elif role == "calls" and instruction.opcode.startswith(("async", "call")):
+                yield from walk(module, name, depth, trips)
+
+
+class Collective(NamedTuple):
+    """One collective operation: kind, bytes of its result on one device, loop depth, runs."""
+
+    kind: str
+    num_bytes: int
+    loop_depth: int
+    trip_count: int
+
+
+def collectives(module: Module) -> list[Collective]:
+    """Every collective, also those inside fusions; a start/done pair counts once."""
+    found = []
+    for visit in walk(module):
+        inside = [visit.instruction]
+        if visit.instruction.opcode.startswith("fusion"):
+            for _, name in visit.instruction.called:
+                inside += module.computations.get(name, {}).values()
+        for instruction in inside:
+            kind = instruction.opcode.removesuffix("-start")
+            if kind in COLLECTIVES:
+                num_bytes = shape_bytes(instruction.shape)
+                if instruction.opcode.endswith("-start"):
+                    num_bytes //= 2  # the type holds operand and result
+                found.append(Collective(kind, num_bytes, visit.loop_depth, visit.trip_count))
+    return found
+
+
+class Copy(NamedTuple):
+    """A data movement that computes nothing."""
+
+    name: str
+    opcode: str
+    num_bytes: int
+    loop_depth: int
+
+
+def _fused(module: Module, instruction: Instruction) -> dict[str, Instruction]:
+    if instruction.opcode not in ("fusion", "fusion-start"):
+        return {}
+    return module.computations.get(dict(instruction.called).get("calls", ""), {})
+
+
+def large_copies(module: Module, min_bytes: int = 8_000_000) -> list[Copy]:
+    """Copies, slices and fusions that only move data, with results of at least min_bytes."""
+    found = []
+    for visit in walk(module):
+        instruction = visit.instruction
+        fused = _fused(module, instruction)
+        opcodes = {inner.opcode for inner in fused.values()} or {instruction.opcode}
+        is_free = not fused and instruction.opcode in FREE
+        num_bytes = shape_bytes(instruction.shape)
+        if opcodes <= MOVES and not is_free and num_bytes >= min_bytes:
+            kind = "+".join(sorted(opcodes - FREE)) or "copy"
+            found.append(Copy(instruction.name, kind, num_bytes, visit.loop_depth))
+    return found
+
+
+def _fusion_bytes(module: Module, instruction: Instruction) -> int:
+    """Bytes read and written by a fusion, picks and in-place updates counted as such."""
+    fused = _fused(module, instruction)
+    users: dict[str, list[Instruction]] = {}
+    for inner in fused.values():
+        for operand in inner.operands:
+            users.setdefault(operand, []).append(inner)
+    total, updated = 0, set()
+    for inner in fused.values():
+        if inner.opcode == "dynamic-update-slice":
+            updated.add(inner.operands[0])
+            total += shape_bytes(fused[inner.operands[1]].shape)
+    for inner in fused.values():
+        if inner.opcode != "parameter":
+            continue
+        readers, names = [], [inner.name]
+        while names:  # through bitcasts and conversions that only rename
+            for user in users.get(names.pop(), ()):
+                if user.opcode == "bitcast":
+                    names.append(user.name)
+                    if user.name in updated:
+                        updated.add(inner.name)
+                else:
+                    readers.append(user)
+        if inner.name in updated:
+            continue
+        if readers and all(reader.opcode in PICKS for reader in readers):
+            total += sum(shape_bytes(reader.shape) for reader in readers)
+        else:
+            total += shape_bytes(inner.shape)
+    if not updated:
+        total += shape_bytes(instruction.shape)
+    return total
+
+
+def bytes_moved(module: Module, *, in_loop: bool) -> int:
+    """Bytes that one step reads from and writes to device memory, from operand and result sizes.
+
+    Args:
+      module: The program of one device.
+      in_loop: Count the body of the outermost loop (one decode step) instead of everything.
+
+    An upper bound: what one operation leaves in the cache of the chip for the next is counted twice.
+    """
+    total = 0
+    shapes = {
+        inner.name: shape_bytes(inner.shape)
+        for computation in module.computations.values()
+        for inner in computation.values()
+    }
+    for visit in walk(module):
+        instruction = visit.instruction
+        if (in_loop and visit.loop_depth == 0) or instruction.opcode in (*FREE, "while"):
+            continue
+        if instruction.opcode in ("fusion", "fusion-start"):
+            num_bytes = _fusion_bytes(module, instruction)
+        elif instruction.opcode in PICKS:
+            num_bytes = 2 * shape_bytes(instruction.shape)
+        elif instruction.opcode == "dynamic-update-slice":
+            num_bytes = 2 * shapes.get(instruction.operands[1], 0)
+        elif instruction.opcode in ("call", "conditional") or "async" in instruction.opcode:
+            continue
+        else:
+            num_bytes = shape_bytes(instruction.shape)
+            num_bytes += sum(shapes.get(operand, 0) for operand in instruction.operands)
+        total += num_bytes * visit.trip_count
+    return total
