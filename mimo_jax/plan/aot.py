@@ -1,17 +1,17 @@
 """Compiling for a mesh that is not here: in a process of its own, which may die.
 
-The GPU compiler is a plugin of 700 MB that an ordinary user of this project neither needs nor should
-notice: imported by JAX at start, it looks for a driver and complains. So it lives in a folder that is
-on nobody's path (`aot` in the environment, made by .ci/setup_env.sh) and only the worker process gets
-to see it. A worker process also takes what the compiler may do to it: a missing ptxas ends the
-process with a C++ stack trace. The parent turns all of that into one line.
+The GPU compiler is a plugin of 700 MB that an ordinary user of this project neither needs nor
+should notice: imported by JAX at start, it looks for a driver and complains. So it lives in a
+folder that is on nobody's path (`aot` in the environment, made by .ci/setup_env.sh) and only the
+worker process gets to see it. A worker process also takes what the compiler may do to it: a missing
+ptxas ends the process with a C++ stack trace. The parent turns all of that into one line.
 
-XLA_FLAGS are those of our GPU runs: `+WHILE` puts the loop itself into the CUDA graph (the list that
-is often copied would drop the collective kernels from it), split-k would add a launch per product,
-and CUB's radix sort asks a device for its scratch size where there is none.
+XLA_FLAGS are those of our GPU runs: `+WHILE` puts the loop itself into the CUDA graph (the list
+that is often copied would drop the collective kernels from it), split-k would add a launch per
+product, and CUB's radix sort asks a device for its scratch size where there is none.
 
-Rejected: the plugin in the environment itself with JAX_PLATFORMS=cpu set for everybody; one forgotten
-variable and every command prints a CUDA error first.
+Rejected: the plugin in the environment itself with JAX_PLATFORMS=cpu set for everybody; one
+forgotten variable and every command prints a CUDA error first.
 """
 
 import dataclasses
@@ -68,6 +68,7 @@ class Job:
       mesh: Devices along "data" and "model" (decode) or "data", "expert" and "tensor" (train).
       rules: Name of the sharding rules that give the mesh its axes.
       target: The device's name inside the plugin; None = compile for this machine's CPU.
+      stops_at_buffers: Answer as soon as memory is decided; nothing is then known of launches.
     """
 
     builder: str
@@ -75,6 +76,7 @@ class Job:
     mesh: tuple[int, ...]
     rules: str = "decode"
     target: str | None = None
+    stops_at_buffers: bool = False
 
 
 def worker_environment(job: Job, dump_folder: str) -> dict[str, str]:
@@ -87,9 +89,7 @@ def worker_environment(job: Job, dump_folder: str) -> dict[str, str]:
     root = Path(__file__).resolve().parents[2]
     path = [str(root), os.environ.get("PYTHONPATH", "")]
     flags = [f"--xla_dump_to={dump_folder}", "--xla_dump_hlo_as_text"]
-    if job.target is None:
-        flags = []
-    else:
+    if job.target is not None:
         folder = plugin_folder()
         if folder is None:
             raise NotAvailable(

@@ -86,12 +86,12 @@ def promises(
     """
     found = []
     if facts.is_one_graph is not None:
-        launched = facts.top_level or []
+        listed = ", ".join(f"{n} {kind}" for kind, n in (facts.top_level or {}).items())
         found.append(
             Check(
                 "one command buffer holds the loop",
                 "1 and nothing beside it but copies",
-                f"{facts.num_command_buffers}; at top level {', '.join(launched)}",
+                f"{facts.num_command_buffers}; at top level {listed}",
                 facts.is_one_graph,
             )
         )

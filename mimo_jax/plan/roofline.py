@@ -69,6 +69,10 @@ def _expert_bytes(model: PublishedModel, bits: float) -> float:
     return layers * 3 * model.target.hidden_size * moe.hidden_size * bits / 8
 
 
+# Classes that every step reads whole; of embeddings it reads a few rows, and the head.
+READ_WHOLE = (ATTENTION, DENSE, ROUTER, NORMS)
+
+
 def of_files(
     model: PublishedModel, rows: dict[str, ClassBytes], *, num_tokens: int, num_devices: int
 ) -> Reads:
@@ -76,7 +80,7 @@ def of_files(
 
     Example: MiMo-V2.5-Pro, 8 tokens, 8 devices -> 13.8 GB, 2.88 ms of an H200.
     """
-    dense = sum(rows[kind].file_bytes for kind in (ATTENTION, DENSE, ROUTER, NORMS) if kind in rows)
+    dense = sum(rows[kind].file_bytes for kind in READ_WHOLE if kind in rows)
     moe = model.target.moe
     experts = 0.0
     if moe is not None:
@@ -101,7 +105,7 @@ def of_program(
     is_drafting: bool,
 ) -> Reads:
     """Reads of our XLA program: its formats, what every device repeats, whole caches."""
-    dense = sum(rows[kind].device_bytes for kind in (ATTENTION, DENSE, ROUTER, NORMS) if kind in rows)
+    dense = sum(rows[kind].device_bytes for kind in READ_WHOLE if kind in rows)
     moe, experts = model.target.moe, 0.0
     if moe is not None:
         bits = BITS["mxfp4"] if moe.is_mxfp4 else BITS["bf16"]
@@ -125,7 +129,7 @@ def of_program(
 
 
 def step_flops(model: PublishedModel, rows: dict[str, ClassBytes], num_tokens: int) -> float:
-    """Multiply-adds of the weights, times two, over all devices; attention to the cache left out."""
+    """Twice the multiply-adds of the weights, over all devices; attention to caches left out."""
     active = sum(rows[kind].num_weights for kind in (ATTENTION, DENSE, ROUTER) if kind in rows)
     active += _head_weights(model)
     moe = model.target.moe

@@ -1,8 +1,8 @@
 """The launches of a compiled GPU program, from the thunk list that XLA dumps.
 
 A thunk is what the host, or a CUDA graph in its place, starts: a kernel, a copy, a collective. The
-list after XLA's thunk passes shows which of them lie in a command buffer (a CUDA graph), and nesting
-by indentation:
+list after XLA's thunk passes shows which of them lie in a command buffer (a CUDA graph), and
+nesting by indentation:
 
     000: kCommandBuffer
         001: kWhile
@@ -78,18 +78,18 @@ def count(thunks: tuple[Thunk, ...]) -> dict[str, int]:
 
 
 class Shape(NamedTuple):
-    """What a decode loop looks like to the host.
+    """What a program looks like to the host.
 
     Attributes:
-      top_level: Kinds at top level, in order.
+      top_level: Kinds at top level, with their number.
       num_command_buffers: CUDA graphs, at any level.
       is_one_graph: One command buffer at top level holds the loop, and nothing stands beside it
         but copies of arguments.
-      launches: Of one pass through the largest loop (or of everything, without a loop), by kind.
-      num_inner_loops: Loops inside that loop; their launches are counted once.
+      launches: Of one pass through the loop over steps (or of everything, without one), by kind.
+      num_inner_loops: Loops inside what is counted; their launches are counted once.
     """
 
-    top_level: tuple[str, ...]
+    top_level: dict[str, int]
     num_command_buffers: int
     is_one_graph: bool
     launches: dict[str, int]
@@ -113,15 +113,20 @@ def _number(thunks: tuple[Thunk, ...], kind: str) -> int:
     return sum((thunk.kind == kind) + _number(thunk.children, kind) for thunk in thunks)
 
 
-def describe(thunks: tuple[Thunk, ...]) -> Shape:
-    """The shape of a program, see `Shape`."""
+def describe(thunks: tuple[Thunk, ...], *, has_step_loop: bool) -> Shape:
+    """The shape of a program, see `Shape`.
+
+    Args:
+      thunks: Of the whole program.
+      has_step_loop: Whether its largest loop is one over decode steps.
+    """
     loops = _loops(thunks)
     inside = thunks
-    num_inner = 0
-    if loops:
-        largest = max(loops, key=lambda loop: sum(count(loop.children).values()))
-        inside, num_inner = largest.children, len(_loops(largest.children))
-    top = tuple(thunk.kind for thunk in thunks)
+    if has_step_loop and loops:
+        inside = max(loops, key=lambda loop: sum(count(loop.children).values())).children
+    top: dict[str, int] = {}
+    for thunk in thunks:
+        top[thunk.kind] = top.get(thunk.kind, 0) + 1
     graphs = [thunk for thunk in thunks if thunk.kind == "kCommandBuffer"]
     is_one_graph = (
         len(graphs) == 1
@@ -129,4 +134,6 @@ def describe(thunks: tuple[Thunk, ...]) -> Shape:
         and set(top) <= {"kCommandBuffer", "kCopy", "kMemset"}
         and _number(thunks, "kCommandBuffer") == 1
     )
-    return Shape(top, _number(thunks, "kCommandBuffer"), is_one_graph, count(inside), num_inner)
+    return Shape(
+        top, _number(thunks, "kCommandBuffer"), is_one_graph, count(inside), len(_loops(inside))
+    )

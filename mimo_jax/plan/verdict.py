@@ -30,10 +30,11 @@ class Verdict:
 
     def __str__(self) -> str:
         spare = (self.budget_bytes - self.peak_bytes) / 1e9
-        words = f"fits, {spare:.1f} GB to spare" if self.fits else f"does not fit, {-spare:.1f} GB over"
-        longest = (
-            f"largest context {self.max_context:,}" if self.max_context else "no context would fit"
-        )
+        words, longest = f"does not fit, {-spare:.1f} GB over", "no context would fit"
+        if self.fits:
+            words = f"fits, {spare:.1f} GB to spare"
+        if self.max_context:
+            longest = f"largest context {self.max_context:,}"
         return (
             f"{words}: peak {self.peak_bytes / 1e9:.2f} GB of {self.budget_bytes / 1e9:.1f} GB "
             f"({USABLE:.0%} of {self.capacity_bytes / 1e9:.0f}); {longest}"

@@ -4,15 +4,21 @@
 
 Started by plan/aot.py, never by hand: the environment decides which compiler it meets. Errors that
 Python sees become the answer; what kills the process is the parent's business.
+
+Once XLA has assigned buffers, everything about memory, collectives and copies is decided, and it
+writes the optimised module down; generating code then takes as long again. A job that asks for
+memory alone is answered at that point and the process ends.
 """
 
 import dataclasses
 import importlib
 import json
 import os
+import re
 import resource
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +32,12 @@ from mimo_jax.plan.targets import target_text
 from mimo_jax.sharding import RULES, make_mesh
 from mimo_jax.timing import Stopwatch
 
+# Files that XLA writes when buffers are assigned; the last of them says that all are there.
+OPTIMISED = "_after_optimizations.txt"
+BUFFER_REPORT = "_after_optimizations-memory-usage-report.txt"
+AFTER_BUFFERS = ".debug_options"
+NUM_MOVES = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class ProgramFacts:
@@ -33,35 +45,37 @@ class ProgramFacts:
 
     Attributes:
       argument_bytes: Weights, caches and state that go in.
-      output_bytes: Results, aliased ones included.
-      alias_bytes: Results that are written over donated arguments.
+      alias_bytes: Arguments that results are written over.
       temp_bytes: Scratch memory.
       peak_bytes: The most that is held at once.
-      collectives: Per kind: runs per step, bytes per step, and whether any stands outside the loop.
+      is_step_loop: A loop over decode steps; then what follows counts one step.
+      collectives: Per kind: runs and bytes.
       large_copies: [name, operations, bytes, loop depth] of data movements of 8 MB and more.
       num_aliased: Arguments that a result is written over.
-      moved_bytes: Read and written by one step (or by the program, without a loop).
-      launches: Launches of one step by kind; None when not compiled for a GPU.
-      top_level: Kinds of the thunks at top level; None when not compiled for a GPU.
+      moved_bytes: Read and written.
+      moves: The operations that read and write most.
+      launches: By kind; None when not compiled for a GPU.
+      top_level: Thunks at top level by kind; None when not compiled for a GPU.
       num_command_buffers: CUDA graphs; None when not compiled for a GPU.
       is_one_graph: The loop lies whole in one CUDA graph; None when not compiled for a GPU.
-      num_inner_loops: Loops inside the step, whose launches are counted once.
+      num_inner_loops: Loops inside, whose launches are counted once; None as above.
       lower_s: Seconds of tracing and lowering.
       compile_s: Seconds of compiling.
       host_peak_bytes: Most memory of the compiling process.
     """
 
     argument_bytes: int
-    output_bytes: int
     alias_bytes: int
     temp_bytes: int
     peak_bytes: int
+    is_step_loop: bool
     collectives: dict[str, tuple[int, int]]
-    large_copies: list[tuple[str, str, int, int]]
+    large_copies: list[hlo.Copy]
     num_aliased: int
     moved_bytes: int
+    moves: list[hlo.Move]
     launches: dict[str, int] | None
-    top_level: list[str] | None
+    top_level: dict[str, int] | None
     num_command_buffers: int | None
     is_one_graph: bool | None
     num_inner_loops: int | None
@@ -85,54 +99,86 @@ def _devices(target: str | None, count: int) -> Sequence[Any]:
 
     from mimo_jax.plan.aot import LIBRARY
 
-    library = Path(plugin.__file__).with_name(LIBRARY)
+    library = Path(plugin.__path__[0]) / LIBRARY
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=target_text(library, target), topology=f"1x1x{count}"
     )
     return topology.devices
 
 
-def _facts(compiled, dump_folder: Path, lower_s: float, compile_s: float) -> ProgramFacts:
-    memory = compiled.memory_analysis()
-    module = hlo.parse(compiled.as_text())
-    has_loop = any(visit.loop_depth for visit in hlo.walk(module))
+def _of_text(text: str) -> dict[str, Any]:
+    """Facts that the optimised module's text tells."""
+    module = hlo.parse(text)
+    is_loop = hlo.has_step_loop(module)
     collectives: dict[str, tuple[int, int]] = {}
     for one in hlo.collectives(module):
-        if one.loop_depth or not has_loop:
+        if one.loop_depth or not is_loop:
             number, num_bytes = collectives.get(one.kind, (0, 0))
             collectives[one.kind] = (
                 number + one.trip_count,
                 num_bytes + one.num_bytes * one.trip_count,
             )
-    listed = thunks.read_dump(dump_folder) if dump_folder.is_dir() else None
-    shape = thunks.describe(listed) if listed else None
+    moves = hlo.moves(module, in_loop=is_loop)
+    sizes = hlo.parameter_bytes(module)
+    return {
+        "is_step_loop": is_loop,
+        "collectives": collectives,
+        "large_copies": list(hlo.large_copies(module)),
+        "num_aliased": len(module.aliased_parameters),
+        "moved_bytes": sum(move.num_bytes for move in moves),
+        "moves": moves[:NUM_MOVES],
+        "argument_bytes": sum(sizes.values()),
+        "alias_bytes": sum(sizes[number] for number in module.aliased_parameters),
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+NO_LAUNCHES = {"launches": None, "top_level": None, "num_command_buffers": None,
+               "is_one_graph": None, "num_inner_loops": None}  # fmt: skip
+
+
+def _of_executable(compiled, dump_folder: Path) -> dict[str, Any]:
+    """Facts about a finished program."""
+    memory = compiled.memory_analysis()
+    facts = _of_text(compiled.as_text())
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes
     held += memory.temp_size_in_bytes - memory.alias_size_in_bytes
-    # XLA:CPU reports a peak below its own arguments: add up instead.
-    peak = memory.peak_memory_in_bytes if shape else held
-    return ProgramFacts(
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        alias_bytes=memory.alias_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
-        peak_bytes=max(peak, memory.argument_size_in_bytes),
-        collectives=collectives,
-        large_copies=[tuple(copy) for copy in hlo.large_copies(module)],
-        num_aliased=len(module.aliased_parameters),
-        moved_bytes=hlo.bytes_moved(module, in_loop=has_loop),
-        launches=shape.launches if shape else None,
-        top_level=list(shape.top_level) if shape else None,
-        num_command_buffers=shape.num_command_buffers if shape else None,
-        is_one_graph=shape.is_one_graph if shape else None,
-        num_inner_loops=shape.num_inner_loops if shape else None,
-        lower_s=lower_s,
-        compile_s=compile_s,
-        host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    )
+    facts |= NO_LAUNCHES | {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        # XLA:CPU reports a peak below its own arguments: added up for both.
+        "peak_bytes": held,
+    }
+    listed = thunks.read_dump(dump_folder)
+    if listed:
+        shape = thunks.describe(listed, has_step_loop=facts["is_step_loop"])
+        facts |= shape._asdict()
+    return facts
 
 
-def run(job: dict[str, Any], dump_folder: Path) -> ProgramFacts:
-    """Lowers and compiles the job's program and reads off the result."""
+def _of_buffers(dump_folder: Path, older: set[Path]) -> dict[str, Any] | None:
+    """Facts that stand once buffers are assigned; None until XLA has written them down.
+
+    Args:
+      dump_folder: Where XLA writes.
+      older: Files of programs compiled before this one.
+    """
+    new = sorted(set(dump_folder.glob("*")) - older)
+    ends = (OPTIMISED, BUFFER_REPORT, AFTER_BUFFERS)
+    text, report, last = (next((f for f in new if f.name.endswith(e)), None) for e in ends)
+    if text is None or report is None or last is None:
+        return None
+    facts = _of_text(text.read_text()) | NO_LAUNCHES
+    total = sum(int(n) for n in re.findall(r"^Total bytes: (\d+)", report.read_text(), re.M))
+    return facts | {"temp_bytes": total - facts["argument_bytes"], "peak_bytes": total}
+
+
+def run(job: dict[str, Any], dump_folder: Path, finish: Callable[[ProgramFacts], None]) -> None:
+    """Lowers and compiles the job's program and hands over what was found out.
+
+    `finish` may end the process: with `stops_at_buffers` the compilation is given up half-way.
+    """
     count = 1
     for size in job["mesh"]:
         count *= size
@@ -142,26 +188,47 @@ def run(job: dict[str, Any], dump_folder: Path) -> ProgramFacts:
     builder = getattr(importlib.import_module(module), function)
     with Stopwatch() as lowering:
         lowered = builder(mesh, **job["arguments"])
-    with Stopwatch() as compiling:
-        compiled = lowered.compile()
-    return _facts(compiled, dump_folder, lowering.elapsed_s, compiling.elapsed_s)
+    older = set(dump_folder.glob("*"))
+    compiling = Stopwatch.started()
+
+    def times() -> dict[str, float]:
+        return {"lower_s": lowering.elapsed_s, "compile_s": compiling.elapsed_s}
+
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.2):
+            facts = _of_buffers(dump_folder, older)
+            if facts is not None:
+                finish(ProgramFacts(**facts, **times()))
+
+    if job["stops_at_buffers"]:
+        threading.Thread(target=watch, daemon=True).start()
+    compiled = lowered.compile()
+    is_over.set()
+    found = times()
+    finish(ProgramFacts(**_of_executable(compiled, dump_folder), **found))
 
 
 def main() -> int:
     job_path, answer_path, dump_folder = (Path(argument) for argument in sys.argv[1:4])
+
+    def answer(values: dict[str, Any]) -> None:
+        answer_path.write_text(json.dumps(values))
+        # Not sys.exit: a compilation may still run, and the plugin's threads may crash while the
+        # interpreter is taken down.
+        os._exit(0)
+
     try:
-        answer = dataclasses.asdict(run(json.loads(job_path.read_text()), dump_folder))
+        job = json.loads(job_path.read_text())
+        run(job, dump_folder, lambda facts: answer(dataclasses.asdict(facts)))
     except ConfigError as error:
-        answer = {"error": str(error)}
+        answer({"error": str(error)})
     except Exception as error:  # whatever the compiler raises is an answer, not a crash
         text = str(error).strip().splitlines() or [""]
-        answer = {"error": f"{type(error).__name__}: {text[0][:300]}"}
-    answer_path.write_text(json.dumps(answer))
+        answer({"error": f"{type(error).__name__}: {text[0][:300]}"})
     return 0
 
 
 if __name__ == "__main__":
-    code = main()
-    # The plugin's threads may crash while the interpreter is taken down; the answer is written.
-    sys.stdout.flush()
-    os._exit(code)
+    sys.exit(main())
