@@ -73,12 +73,12 @@ def shape_bytes(shape: str) -> int:
 
 
 def _operands(rest: str) -> tuple[str, ...]:
-    """Names up to the parenthesis that closes the operand list."""
+    """Names up to the parenthesis that closes the operand list; "t#4" is an element of tuple t."""
     depth = 1
     for i, char in enumerate(rest):
         depth += (char == "(") - (char == ")")
         if depth == 0:
-            return tuple(re.findall(r"%([\w.\-]+)", rest[:i]))
+            return tuple(re.findall(r"%([\w.\-]+(?:#\d+)?)", rest[:i]))
     return ()
 
 
@@ -253,6 +253,15 @@ class Move(NamedTuple):
     num_bytes: int
 
 
+def _operand_bytes(neighbours: dict[str, Instruction], operand: str) -> int:
+    """Bytes of an operand; names are unique within a computation only."""
+    name, _, index = operand.partition("#")
+    shape = neighbours[name].shape
+    if index:
+        shape = re.findall(r"[a-z][a-z0-9]*\[[^\]]*\]", shape)[int(index)]
+    return shape_bytes(shape)
+
+
 def _moved_by(module: Module, visit: Visit) -> int:
     """Bytes that one run of an instruction reads and writes."""
     instruction = visit.instruction
@@ -262,9 +271,7 @@ def _moved_by(module: Module, visit: Visit) -> int:
         return _fusion_bytes(module, instruction)
     if "async" in instruction.opcode:
         return 0
-    # Names are unique within a computation only.
-    sizes = [shape_bytes(visit.neighbours[name].shape) for name in instruction.operands
-             if name in visit.neighbours]  # fmt: skip
+    sizes = [_operand_bytes(visit.neighbours, operand) for operand in instruction.operands]
     if instruction.opcode == "dynamic-update-slice":
         return 2 * sizes[1]
     written = shape_bytes(instruction.shape)

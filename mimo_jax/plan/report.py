@@ -94,7 +94,7 @@ def launches_table(plan: Plan) -> Table:
 
 
 def moves_table(plan: Plan) -> Table | None:
-    """Which operations of the drafting (or plain) step read and write most; None if not compiled."""
+    """Which operations of the DFlash (or plain) step read and write most; None if not compiled."""
     loop = plan.programs.get(DFLASH) or plan.programs.get(PLAIN)
     if loop is None or loop.facts is None:
         return None
