@@ -59,3 +59,56 @@ def tiny_drafter(*, window: int | None = 11, vocab_size: int = 61) -> DrafterCon
         windows=(window, window),
         max_position=512,
     )
+
+
+def mesh_target(*, is_mxfp4: bool = False) -> TargetConfig:
+    """As `tiny_target`, with axes that eight devices can share; fewer global KV heads than that.
+
+    Packed experts are wider: each device holds whole groups of 32.
+    """
+    return TargetConfig(
+        vocab_size=88,
+        hidden_size=64 if is_mxfp4 else 40,
+        layer_kinds=(GLOBAL, SLIDING, SLIDING, GLOBAL),
+        attention={
+            GLOBAL: AttentionConfig(
+                num_heads=16, num_kv_heads=4, head_dim=12, v_head_dim=10, rope_theta=1e5, rope_dim=4
+            ),
+            SLIDING: AttentionConfig(
+                num_heads=16,
+                num_kv_heads=8,
+                head_dim=12,
+                v_head_dim=10,
+                rope_theta=1e4,
+                rope_dim=4,
+                window=9,
+                has_sink=True,
+            ),
+        },
+        dense_hidden_size=48,
+        moe=MoeConfig(
+            num_experts=7, top_k=2, hidden_size=256 if is_mxfp4 else 24, is_mxfp4=is_mxfp4
+        ),
+        is_moe_layer=(False, True, True, True),
+        value_scale=0.707,
+        max_position=512,
+    )
+
+
+def mesh_drafter(target: TargetConfig) -> DrafterConfig:
+    """A drafter for `mesh_target`, with fewer KV heads than devices and a smaller vocabulary."""
+    return DrafterConfig(
+        hidden_size=target.hidden_size,
+        num_layers=2,
+        attention=AttentionConfig(
+            num_heads=8, num_kv_heads=2, head_dim=14, v_head_dim=11, rope_theta=1e4, rope_dim=6
+        ),
+        dense_hidden_size=56,
+        target_layer_ids=(0, 2),
+        num_target_layers=4,
+        draft_block_len=5,
+        mask_token_id=3,
+        vocab_size=target.vocab_size - 5,
+        windows=(11, 11),
+        max_position=512,
+    )

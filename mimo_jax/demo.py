@@ -45,10 +45,11 @@ from rich.table import Table
 from rich.text import Text
 
 from mimo_jax.config import SCENES, ConfigError
-from mimo_jax.decode.engine import Engine, Model, prompt_bucket
+from mimo_jax.decode.engine import Engine, prompt_bucket
 from mimo_jax.decode.jobs import Job, Output, run_jobs
 from mimo_jax.decode.llm import LLM
 from mimo_jax.decode.params import SamplingParams
+from mimo_jax.decode.placement import Model
 from mimo_jax.decode.stats import AcceptStats
 from mimo_jax.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from mimo_jax.timing import Stopwatch

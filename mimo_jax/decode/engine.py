@@ -13,13 +13,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from mimo_jax import cache as kv
 from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
 from mimo_jax.decode import accept
+from mimo_jax.decode.placement import (
+    ONE_ROW,
+    ROWS,
+    Model,
+    cache_specs,
+    is_cut,
+    param_specs,
+    program,
+    row_specs,
+    rows_per_device,
+)
 from mimo_jax.decode.sampling import FILTERED, GREEDY, SAMPLED, RowSampling, mode_for, sample
 from mimo_jax.decode.step import DecodeState, run_steps
 from mimo_jax.models.params import transpose_weights
+from mimo_jax.sharding import DATA, DECODE
 from mimo_jax.timing import Stopwatch
 
 MIN_PROMPT_BUCKET = 32  # prompts are padded to powers of two from here: few programs to compile
@@ -55,15 +68,6 @@ class Request:
     seed: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Model[Config: (TargetConfig, DrafterConfig)]:
-    """A config with its split module: what checkpoint loaders return."""
-
-    config: Config
-    graph: Any
-    params: Any
-
-
 # A model past this size does not stay in a CPU's last-level cache from step to step.
 _CACHE_BYTES = 64 << 20
 
@@ -77,8 +81,9 @@ def lay_out_for_decode[Config: (TargetConfig, DrafterConfig)](
     are returned as they are. Engines do this themselves; do it once and drop the original where
     several engines share a large model.
     """
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
-    if jax.default_backend() != "cpu" or num_bytes < _CACHE_BYTES:
+    if model.mesh is not None or jax.default_backend() != "cpu":
+        return model
+    if sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)) < _CACHE_BYTES:
         return model
     return Model(model.config, *transpose_weights(model.graph, model.params))
 
@@ -136,6 +141,10 @@ class Engine:
                 )
         self.target = lay_out_for_decode(target)
         self.drafter = None if drafter is None else lay_out_for_decode(drafter)
+        self.mesh = target.mesh
+        if drafter is not None and drafter.mesh != target.mesh:
+            raise ConfigError("target and drafter must be placed on the same mesh")
+        rows_per_device(batch_size, self.mesh)
         self.batch_size, self.mode, self.max_stop_ids = batch_size, mode, max_stop_ids
         self.max_len = max_len
         self.capacity = -(-max_len // LENGTH_BUCKET) * LENGTH_BUCKET
@@ -151,15 +160,41 @@ class Engine:
         drafter = None if self.drafter is None else nnx.merge(self.drafter.graph, params[1])
         return target, drafter
 
-    def _program(self, name, make: Callable, *args, donate=()):
-        """The compiled program for these argument shapes; compiles once."""
+    def _program(self, name, make: Callable, *args):
+        """The compiled program for these argument shapes; `make` gives it jitted. Compiles once."""
         if name not in self._programs:
             with Stopwatch() as watch:
-                lowered = jax.jit(make(), donate_argnums=donate).lower(*args)
-                program = lowered.compile(compiler_options=_compiler_options())
+                lowered = make().lower(*args)
+                compiled = lowered.compile(compiler_options=_compiler_options())
             self.compile_s += watch.elapsed_s
-            self._programs[name] = program
+            self._programs[name] = compiled
         return self._programs[name]
+
+    # --- where things are on a mesh ------------------------------------------------------------
+
+    def _param_specs(self):
+        if self.mesh is None:
+            return None
+        return param_specs(self.target), self.drafter and param_specs(self.drafter)
+
+    def _cache_specs(self, rows: str | None):
+        if self.mesh is None:
+            return None, None
+        target_cache, drafter_cache = jax.eval_shape(
+            lambda params: self._empty_row(*self._merge(params)), self._params
+        )
+        target_cache = cache_specs(target_cache, rows)
+        if drafter_cache is not None and self.drafter is not None:
+            drafter_cache = cache_specs(drafter_cache, rows, is_cut=is_cut(self.drafter))
+        return target_cache, drafter_cache
+
+    def _state_specs(self, state: DecodeState, rows: str | None):
+        if self.mesh is None:
+            return None
+        caches = self._cache_specs(rows)
+        bare = dataclasses.replace(state, target_cache=None, drafter_cache=None)
+        specs = row_specs(bare, rows)
+        return dataclasses.replace(specs, target_cache=caches[0], drafter_cache=caches[1])
 
     # --- prefill -------------------------------------------------------------------------------
 
@@ -170,7 +205,11 @@ class Engine:
             return target_cache, None
         return target_cache, drafter.make_cache(1, self.capacity, slack)
 
-    def _make_prefill(self, is_first: bool):
+    def prefill_program(self, is_first: bool):
+        """Jitted (params, token_ids [1, t], caches, start, num_valid, sampling) -> (id, caches).
+
+        is_first: Whether the chunk begins the prompt; then caches are (None, None) and are made.
+        """
         taps = () if self.drafter is None else self.drafter.config.target_layer_ids
 
         def prefill(params, token_ids, caches, start, num_valid, sampling):
@@ -186,10 +225,13 @@ class Engine:
                     drafter_cache, out.context_features, start, num_valid
                 )
             next_pos = (start + num_valid)[:, None]
-            first = sample(out.logits, sampling, next_pos, self.mode)[:, 0]
+            first = sample(out.logits, sampling, next_pos, self.mode, target.mesh_axis)[:, 0]
             return first, (out.cache, drafter_cache)
 
-        return prefill
+        caches, one = self._cache_specs(ONE_ROW), DECODE.spec((ONE_ROW,))
+        given = (None, None) if is_first else caches
+        in_specs = (self._param_specs(), one, given, one, one, one)
+        return program(prefill, self.mesh, in_specs, (one, caches), donate=(2,))
 
     def prefill(self, request: Request) -> DecodeState:
         """A state of one row with the prompt read and the first token committed.
@@ -218,22 +260,14 @@ class Engine:
             bucket = min(prompt_bucket(len(chunk)), room)
             padded = np.zeros((1, bucket), np.int32)
             padded[0, : len(chunk)] = chunk
-            args = (
-                self._params,
-                padded,
-                caches,
-                one(start),
-                one(len(chunk)),
-                sampling,
-            )
+            args = (self._params, padded, caches, one(start), one(len(chunk)), sampling)
             is_first = start == 0
-            program = self._program(
+            prefill = self._program(
                 ("prefill", bucket, is_first),
-                lambda is_first=is_first: self._make_prefill(is_first),
+                lambda is_first=is_first: self.prefill_program(is_first),
                 *args,
-                donate=(2,),
             )
-            first, caches = program(*args)
+            first, caches = prefill(*args)
         tokens = np.zeros((1, self.capacity + self.draft_block_len), np.int32)
         tokens[0, :p] = prompt
         stop_ids = np.full((1, self.max_stop_ids), -1, np.int32)
@@ -247,7 +281,14 @@ class Engine:
             sampling,
             *caches,
         )
-        return self._program("start", lambda: _start_state, *args, donate=(6, 7))(*args)
+        start = self._program("start", lambda: self._start_program(args), *args)
+        return start(*args)
+
+    def _start_program(self, args):
+        caches = self._cache_specs(ONE_ROW)
+        rows = row_specs(args[:-2], ONE_ROW)
+        out = self._state_specs(jax.eval_shape(_start_state, *args), ONE_ROW)
+        return program(_start_state, self.mesh, (*rows, *caches), out, donate=(6, 7))
 
     def check(self, request: Request) -> None:
         """Raises ConfigError with one line if the request cannot be served by this engine."""
@@ -278,24 +319,81 @@ class Engine:
 
     def empty_state(self, row_state: DecodeState) -> DecodeState:
         """A batch of finished rows, shaped after a state of one row."""
+        make = lambda: self._empty_program(row_state)
+        return self._program("empty", make, row_state)(row_state)
 
-        def blank(leaf):
-            return jnp.zeros((self.batch_size, *leaf.shape[1:]), leaf.dtype)
+    def _empty_program(self, row_state: DecodeState):
+        b = rows_per_device(self.batch_size, self.mesh)
 
-        state = jax.tree.map(blank, row_state)
-        done = jnp.full((self.batch_size,), accept.STOPPED, jnp.int32)
-        # length 1: an idle row steps too (masked out), and its anchor must stand somewhere.
-        ones = lambda: jnp.ones((self.batch_size,), jnp.int32)  # two buffers: each is donated
-        return dataclasses.replace(state, finish=done, length=ones(), max_len=ones())
+        def blank(row_state):
+            blank = lambda leaf: jnp.zeros((b, *leaf.shape[1:]), leaf.dtype)
+            state = jax.tree.map(blank, row_state)
+            done = jnp.full((b,), accept.STOPPED, jnp.int32)
+            # length 1: an idle row steps too (masked out), and its anchor must stand somewhere.
+            ones = lambda: jnp.ones((b,), jnp.int32)
+            return dataclasses.replace(state, finish=done, length=ones(), max_len=ones())
+
+        specs = [self._state_specs(row_state, rows) for rows in (ONE_ROW, ROWS)]
+        return program(blank, self.mesh, (specs[0],), specs[1])
+
+    def state_shapes(self) -> DecodeState:
+        """A batch's state as shapes with their shardings: to lower programs without any array."""
+        make_caches = lambda params: self._empty_row(*self._merge(params))
+        caches = jax.eval_shape(
+            program(make_caches, self.mesh, (self._param_specs(),), self._cache_specs(ONE_ROW)),
+            self._params,
+        )
+        one: Any = lambda dtype, *s: jax.ShapeDtypeStruct((1, *s), dtype)
+        i32, f32 = jnp.int32, jnp.float32
+        args = (
+            one(i32, self.capacity + self.draft_block_len),
+            one(i32),
+            one(i32),
+            one(i32),
+            one(i32, self.max_stop_ids),
+            RowSampling(one(f32), one(f32), one(i32), one(i32)),
+            *caches,
+        )
+        row_state = jax.eval_shape(self._start_program(args), *args)
+        state = jax.eval_shape(self._empty_program(row_state), row_state)
+        mesh = self.mesh
+        if mesh is None:
+            return state
+        placed = lambda leaf, spec: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+        )
+        return jax.tree.map(placed, state, self._state_specs(row_state, ROWS))
 
     def insert(self, state: DecodeState, row_state: DecodeState, row: int) -> DecodeState:
         """Replaces one row of the batch; the old state is consumed."""
         if self.batch_size == 1:
             return row_state
         args = (state, row_state, np.int32(row))
-        return self._program("insert", lambda: kv.insert_row, *args, donate=(0,))(*args)
+        return self._program("insert", lambda: self._insert_program(*args[:2]), *args)(*args)
 
-    def _make_group(self):
+    def _insert_program(self, state, row_state):
+        b = rows_per_device(self.batch_size, self.mesh)
+
+        def insert(state, row_state, row):
+            if self.mesh is None:
+                return kv.insert_row(state, row_state, row)
+            local = row - jax.lax.axis_index(DATA) * b
+            slot = jnp.clip(local, 0, b - 1)
+            held = jax.tree.map(
+                lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=0), state
+            )
+            one = jax.tree.map(lambda new, old: jnp.where(local == slot, new, old), row_state, held)
+            return kv.insert_row(state, one, slot)
+
+        batch = self._state_specs(state, ROWS)
+        in_specs = (batch, self._state_specs(row_state, ONE_ROW), DECODE.spec(()))
+        return program(insert, self.mesh, in_specs, batch, donate=(0,))
+
+    def steps_program(self, state: DecodeState):
+        """Jitted (params, state, num_steps) -> state for states of this structure."""
+
+        has_more_rows = rows_per_device(self.batch_size, self.mesh) < self.batch_size
+
         def group(params, state, num_steps):
             target, drafter = self._merge(params)
             return run_steps(
@@ -305,14 +403,17 @@ class Engine:
                 num_steps,
                 mode=self.mode,
                 draft_block_len=self.draft_block_len,
+                row_axis=DATA if has_more_rows else None,
             )
 
-        return group
+        specs = self._state_specs(state, ROWS)
+        in_specs = (self._param_specs(), specs, DECODE.spec(()))
+        return program(group, self.mesh, in_specs, specs, donate=(1,))
 
     def group_program(self, state: DecodeState):
         """The compiled step group, for inspection: (params, state, num_steps) -> state."""
         args = (self._params, state, np.int32(1))
-        return self._program("group", self._make_group, *args, donate=(1,))
+        return self._program("group", lambda: self.steps_program(state), *args)
 
     def run(self, state: DecodeState, num_steps: int) -> DecodeState:
         """Up to num_steps decode steps in one dispatch; the old state is consumed."""

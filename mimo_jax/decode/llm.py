@@ -28,9 +28,10 @@ from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.checkpoint.json_config import read_json
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError
 from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
-from mimo_jax.decode.engine import LENGTH_BUCKET, Engine, Model, Request, lay_out_for_decode
+from mimo_jax.decode.engine import LENGTH_BUCKET, Engine, Request, lay_out_for_decode
 from mimo_jax.decode.jobs import Job, Output, run_jobs, stream_job
 from mimo_jax.decode.params import SamplingParams
+from mimo_jax.decode.placement import Model
 from mimo_jax.decode.sampling import FILTERED, GREEDY, SAMPLED, mode_for
 from mimo_jax.models.params import flatten
 from mimo_jax.text.chat import load_chat_template, render_chat
@@ -171,7 +172,7 @@ class LLM:
         if dtype not in DTYPES:
             raise ConfigError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
         directory = Path(checkpoint_dir)
-        config, *rest = load_target(
+        config, graph, params = load_target(
             directory, DTYPES[dtype], qkv_layout=qkv_layout, on_progress=on_progress
         )
         drafter_dir = find_drafter(directory) if drafter == "auto" else drafter
@@ -179,7 +180,7 @@ class LLM:
         if drafter_dir is not None:
             check_same_tokenizer(tokenizer, Path(drafter_dir))
         return cls(
-            Model(config, *rest),
+            Model(config, graph, params),
             None if drafter_dir is None else Model(*load_drafter(drafter_dir, DTYPES[dtype])),
             tokenizer=tokenizer,
             stop_ids=read_stop_ids(directory, config.vocab_size),

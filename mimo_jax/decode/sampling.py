@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mimo_jax.layers.vocab import argmax_lowest
+from mimo_jax.decode.filters import filter_logits
+from mimo_jax.layers.vocab import argmax_lowest, first_id
 
-# Static choice of program: filters cost a sort of the vocabulary, noise costs v random numbers.
+# Static choice of program: filters cost 64 passes over the logits, noise costs v random numbers.
 GREEDY, SAMPLED, FILTERED = "greedy", "sampled", "filtered"
 
 
@@ -41,36 +42,18 @@ class RowSampling:
     seed: Int[Array, "b"]
 
 
-def filter_logits(
-    logits: Float[Array, "b t v"], top_k: Int[Array, "b"], top_p: Float[Array, "b"]
+def target_logits(
+    logits: Float[Array, "b t v"],
+    params: RowSampling,
+    mode: str,
+    mesh_axis: str | None = None,
 ) -> Float[Array, "b t v"]:
-    """Sets logits outside top-k, then outside the nucleus, to -inf.
-
-    A token stays in the nucleus while the mass before it (larger logits) is below top_p; the
-    largest always stays. Ties at the border are cut by sort order.
-
-    Example: probabilities (.5, .3, .2), top_k=0, top_p=.6 -> the first two stay.
-    """
-    v = logits.shape[-1]
-    order = jnp.argsort(-logits, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(logits, order, axis=-1)
-    rank = jnp.arange(v, dtype=jnp.int32)[None, None, :]
-    limit = jnp.where(top_k > 0, top_k, v)[:, None, None]
-    ranked = jnp.where(rank < limit, ranked, -jnp.inf)
-    probs = jax.nn.softmax(ranked, axis=-1)
-    mass_before = jnp.cumsum(probs, axis=-1) - probs
-    ranked = jnp.where((mass_before < top_p[:, None, None]) | (rank == 0), ranked, -jnp.inf)
-    back = jnp.argsort(order, axis=-1)
-    return jnp.take_along_axis(ranked, back, axis=-1)
-
-
-def target_logits(logits, params: RowSampling, mode: str):
     """Logits of the distribution that output follows: scaled by temperature, then filtered."""
     # A row at temperature 0 takes the argmax of unscaled logits.
     scale = jnp.where(params.temperature > 0, params.temperature, 1.0)
     scaled = logits / scale[:, None, None]
     if mode == FILTERED:
-        scaled = filter_logits(scaled, params.top_k, params.top_p)
+        scaled = filter_logits(scaled, params.top_k, params.top_p, mesh_axis)
     return scaled
 
 
@@ -79,30 +62,36 @@ def sample(
     params: RowSampling,
     positions: Int[Array, "b t"],
     mode: str,
+    mesh_axis: str | None = None,
 ) -> Int[Array, "b t"]:
     """One token per position.
 
     Args:
-      logits: Raw float32 logits after positions - 1.
+      logits: Raw float32 logits after positions - 1; on a mesh this device's stretch of the
+        vocabulary.
       params: Per row.
       positions: Absolute position of each sampled token.
       mode: GREEDY ignores params; SAMPLED ignores top_k and top_p; FILTERED uses all.
+      mesh_axis: Over which the vocabulary is cut, or None.
 
     Returns:
-      int32 ids.
+      int32 ids, the same on every device.
     """
     if mode == GREEDY:
-        return argmax_lowest(logits)
-    scaled = target_logits(logits, params, mode)
+        return argmax_lowest(logits, mesh_axis)
+    scaled = target_logits(logits, params, mode, mesh_axis)
     v = logits.shape[-1]
+    whole_v = v if mesh_axis is None else v * jax.lax.axis_size(mesh_axis)
 
     def noise(seed, position):
         key = jax.random.fold_in(jax.random.key(seed), position)
-        return jax.random.gumbel(key, (v,), jnp.float32)
+        # The noise of an id must not depend on the mesh; XLA makes only the slice that is used.
+        whole = jax.random.gumbel(key, (whole_v,), jnp.float32)
+        return jax.lax.dynamic_slice_in_dim(whole, first_id(v, mesh_axis), v)
 
     gumbel = jax.vmap(jax.vmap(noise, in_axes=(None, 0)))(params.seed, positions)
     is_sampled = (params.temperature > 0)[:, None, None]
-    return argmax_lowest(jnp.where(is_sampled, scaled + gumbel, scaled))
+    return argmax_lowest(jnp.where(is_sampled, scaled + gumbel, scaled), mesh_axis)
 
 
 def mode_for(temperature: float, top_p: float, top_k: int) -> str:

@@ -19,6 +19,7 @@ from mimo_jax.cache import KVCache
 from mimo_jax.config import DrafterConfig
 from mimo_jax.decode import accept
 from mimo_jax.decode.sampling import RowSampling, sample
+from mimo_jax.layers.linear import psum_over
 from mimo_jax.models.target import Target
 
 
@@ -131,7 +132,8 @@ def speculative_step(
         block, state.target_cache, start, tap_layer_ids=drafter.config.target_layer_ids
     )
     slots = jnp.arange(1, draft_block_len + 1, dtype=jnp.int32)[None, :]
-    emitted = sample(out.logits, state.sampling, start[:, None] + slots, mode)
+    positions = start[:, None] + slots
+    emitted = sample(out.logits, state.sampling, positions, mode, target.mesh_axis)
     num_accepted = accept.accept_by_match(block[:, 1:], emitted, active_len)
     assert out.cache is not None
     assert out.context_features is not None  # taps were asked for
@@ -145,7 +147,7 @@ def plain_step(target: Target, state: DecodeState, *, mode: str) -> StepResult:
     anchors = jnp.take_along_axis(state.tokens, start[:, None], axis=1)
     out = target.step(anchors, state.target_cache, start)
     assert out.cache is not None  # a step always returns its memory
-    emitted = sample(out.logits, state.sampling, state.length[:, None], mode)
+    emitted = sample(out.logits, state.sampling, state.length[:, None], mode, target.mesh_axis)
     return StepResult(emitted, jnp.zeros_like(start), out.cache, state.drafter_cache)
 
 
@@ -186,21 +188,37 @@ def run_steps(
     *,
     mode: str,
     draft_block_len: int,
+    row_axis: str | None = None,
 ) -> DecodeState:
-    """Up to num_steps steps, stopping when every row is done. One dispatch, no host traffic."""
+    """Up to num_steps steps, stopping when every row is done. One dispatch, no host traffic.
+
+    Args:
+      target: Merged target.
+      drafter: Its drafter, or None for plain decoding.
+      state: Donated by the caller.
+      num_steps: int32 scalar.
+      mode: Sampling mode of the program.
+      draft_block_len: Slots of a draft block.
+      row_axis: Mesh axis that the rows are cut over, or None: devices leave the loop together.
+    """
+
+    def num_running(state):
+        return psum_over((~state.is_done).sum(dtype=jnp.int32), row_axis)
 
     def body(carry):
-        step, state = carry
+        step, _, state = carry
         if drafter is None:
             result = plain_step(target, state, mode=mode)
         else:
             result = speculative_step(
                 target, drafter, state, mode=mode, draft_block_len=draft_block_len
             )
-        return step + 1, commit(state, result)
+        state = commit(state, result)
+        return step + 1, num_running(state), state
 
     def is_open(carry):
-        step, state = carry
-        return (step < num_steps) & ~state.is_done.all()
+        step, running, _ = carry
+        return (step < num_steps) & (running > 0)
 
-    return jax.lax.while_loop(is_open, body, (jnp.zeros((), jnp.int32), state))[1]
+    start = (jnp.zeros((), jnp.int32), num_running(state), state)
+    return jax.lax.while_loop(is_open, body, start)[2]

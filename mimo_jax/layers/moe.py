@@ -39,11 +39,16 @@ def swiglu(
     w_down: Float[Array, "_ _"],
     *,
     is_transposed: bool = False,
+    sum_over: str | None = None,
 ):
-    """down(silu(gate x) * (up x)), unclamped; weights [d, f], [d, f], [f, d] as `linear` takes."""
+    """down(silu(gate x) * (up x)), unclamped; weights [d, f], [d, f], [f, d] as `linear` takes.
+
+    On a mesh each device holds a part of f; see `linear` for sum_over.
+    """
     gate = linear(x, w_gate, is_transposed=is_transposed)
     up = linear(x, w_up, is_transposed=is_transposed)
-    return linear(jax.nn.silu(gate) * up, w_down, is_transposed=is_transposed)
+    hidden = jax.nn.silu(gate) * up
+    return linear(hidden, w_down, is_transposed=is_transposed, sum_over=sum_over)
 
 
 def route(

@@ -1,17 +1,67 @@
-"""Reductions over the vocabulary."""
+"""The vocabulary axis: embedding, argmax, and what must look at all of it at once.
 
+On a mesh the vocabulary is cut: each device holds a stretch of the embedding's rows and of the
+head's columns, and logits are never gathered. What crosses devices is one sum of embedded tokens
+and, per choice, one (value, id) pair per device. Both travel by `psum` alone, as int32 bits where
+an id or an exact value is meant (a float sum may flush what looks like a denormal, and other
+collectives leave the CUDA graph of the decode loop).
+"""
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
+
+from mimo_jax.layers.linear import psum_over
 
 
-def argmax_lowest(logits: Float[Array, "*b v"]) -> Int[Array, "*b"]:
+def first_id(num_local: int, mesh_axis: str | None) -> Int[Array, ""]:
+    """Global id of this device's first entry. Example: 8 entries each, third device -> 16."""
+    if mesh_axis is None:
+        return jnp.zeros((), jnp.int32)
+    return jax.lax.axis_index(mesh_axis) * num_local
+
+
+def embed_rows(
+    embedding: Float[Array, "v d"], token_ids: Int[Array, "*b"], mesh_axis: str | None = None
+) -> Float[Array, "*b d"]:
+    """Rows of an embedding; on a mesh each device holds a stretch of rows, and one psum joins."""
+    if mesh_axis is None:
+        return jnp.take(embedding, token_ids, axis=0)
+    v = embedding.shape[0]
+    local_ids = token_ids - first_id(v, mesh_axis)
+    rows = jnp.take(embedding, jnp.clip(local_ids, 0, v - 1), axis=0)
+    is_here = (local_ids >= 0) & (local_ids < v)
+    return psum_over(jnp.where(is_here[..., None], rows, jnp.zeros_like(rows)), mesh_axis)
+
+
+def argmax_lowest(
+    logits: Float[Array, "*b v"], mesh_axis: str | None = None
+) -> Int[Array, "*b"]:
     """Index of the maximum, the lowest on ties, as int32; two vectorised passes.
 
-    XLA:CPU compiles jnp.argmax to a scalar loop over (value, index) pairs.
+    XLA:CPU compiles jnp.argmax to a scalar loop over (value, index) pairs. On a mesh the logits
+    are this device's stretch of the vocabulary and the index is global.
 
     Example: (3, 7, 7) -> 1.
     """
     v = logits.shape[-1]
     top = logits.max(axis=-1, keepdims=True)
     index = jnp.arange(v, dtype=jnp.int32).reshape((1,) * (logits.ndim - 1) + (v,))
-    return jnp.min(jnp.where(logits == top, index, v - 1), axis=-1)
+    best = jnp.min(jnp.where(logits == top, index, v - 1), axis=-1)
+    if mesh_axis is None:
+        return best
+    bits = jax.lax.bitcast_convert_type(top[..., 0].astype(jnp.float32), jnp.int32)
+    pairs = from_all_devices(jnp.stack([bits, best + first_id(v, mesh_axis)]), mesh_axis)
+    tops = jax.lax.bitcast_convert_type(pairs[:, 0], jnp.float32)
+    is_top = tops == tops.max(axis=0, keepdims=True)
+    return jnp.min(jnp.where(is_top, pairs[:, 1], jnp.iinfo(jnp.int32).max), axis=0)
+
+
+def from_all_devices(
+    x: Shaped[Array, "*s"], mesh_axis: str
+) -> Shaped[Array, "devices *s"]:
+    """A small integer array of every device, in mesh order, by one psum into empty slots."""
+    num_devices = jax.lax.axis_size(mesh_axis)
+    slot = jnp.arange(num_devices).reshape((-1,) + (1,) * x.ndim)
+    is_mine = slot == jax.lax.axis_index(mesh_axis)
+    return jax.lax.psum(jnp.where(is_mine, x[None], jnp.zeros_like(x)[None]), mesh_axis)

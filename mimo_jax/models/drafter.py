@@ -19,6 +19,7 @@ Source: arXiv:2602.06036 and the published drafter class; glossary: KV injection
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -74,6 +75,7 @@ class Drafter(nnx.Module):
     def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
         self.config = config
         self.is_transposed = False  # see models/params.transpose_weights
+        self.mesh_axis = None  # see models/cut.py
         c, d = config.context_width, config.hidden_size
         self.w_fuse = weight(rngs, (c, d), ("context", "embed"), dtype=dtype)
         self.context_norm = weight(rngs, (d,), ("embed",), fill=1.0, dtype=dtype)
@@ -100,8 +102,8 @@ class Drafter(nnx.Module):
             dtype=self.dtype,
         )
 
-    def _linear(self, x, weight):
-        return linear(x, weight[...], is_transposed=self.is_transposed)
+    def _linear(self, x, weight, sum_over=None):
+        return linear(x, weight[...], is_transposed=self.is_transposed, sum_over=sum_over)
 
     def _rope(self, positions):
         a = self.config.attention
@@ -126,7 +128,11 @@ class Drafter(nnx.Module):
 
     def fuse_context(self, context_features: Float[Array, "b s c"]) -> Float[Array, "b s d"]:
         """Projects and norms the concatenated taps; shared by all layers."""
-        fused = self._linear(context_features, self.w_fuse)
+        if self.mesh_axis is not None:  # this device's rows of w_fuse want their own features
+            c = self.w_fuse.shape[1 if self.is_transposed else 0]
+            start = jax.lax.axis_index(self.mesh_axis) * c
+            context_features = jax.lax.dynamic_slice_in_dim(context_features, start, c, axis=2)
+        fused = self._linear(context_features, self.w_fuse, self.mesh_axis)
         return rms_norm(fused, self.context_norm[...], eps=self.config.norm_eps)
 
     def project_context(
@@ -197,7 +203,8 @@ class Drafter(nnx.Module):
         """
         block = self.embed_block(target, anchors, draft_block_len)
         hidden = self.draft_hidden(block, cache, anchor_pos, active_len)
-        return argmax_lowest(target.unembed(hidden[:, 1:], self.config.vocab_size))
+        logits = target.unembed(hidden[:, 1:], self.config.vocab_size)
+        return argmax_lowest(logits, target.mesh_axis)
 
     def embed_block(
         self, target: Target, anchors: Int[Array, "b"], draft_block_len: int
@@ -295,8 +302,12 @@ class Drafter(nnx.Module):
                 [context[layer_idx], Stretch(keys, values, block_masks[is_causal])],
                 sink=layer.sink[...] if a.has_sink else None,
             )
-            x = x + self._linear(mixed.reshape(b, m1, a.out_width), layer.w_out)
+            x = x + self._linear(
+                mixed.reshape(b, m1, a.out_width), layer.w_out, self.mesh_axis
+            )
             normed = rms_norm(x, layer.ffn_norm[...], eps=config.norm_eps)
             matrices = (layer.w_gate[...], layer.w_up[...], layer.w_down[...])
-            x = x + swiglu(normed, *matrices, is_transposed=self.is_transposed)
+            x = x + swiglu(
+                normed, *matrices, is_transposed=self.is_transposed, sum_over=self.mesh_axis
+            )
         return rms_norm(x, self.final_norm[...], eps=config.norm_eps)

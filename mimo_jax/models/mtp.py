@@ -56,6 +56,7 @@ class MtpHead(nnx.Module):
     def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
         self.config = mtp_layer_config(config)
         self.is_transposed = False
+        self.mesh_axis = None
         d = config.hidden_size
         self.embedding_norm = weight(rngs, (d,), ("embed",), fill=1.0, dtype=dtype)
         self.hidden_norm = weight(rngs, (d,), ("embed",), fill=1.0, dtype=dtype)

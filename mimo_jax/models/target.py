@@ -24,9 +24,10 @@ from mimo_jax.layers.attention import (
     attend_in_causal_chunks,
     attend_in_window_chunks,
 )
-from mimo_jax.layers.linear import linear
+from mimo_jax.layers.linear import linear, psum_over
 from mimo_jax.layers.norm import rms_norm
 from mimo_jax.layers.rope import apply_rope, inverse_frequencies, rope_tables
+from mimo_jax.layers.vocab import embed_rows, first_id
 from mimo_jax.models.params import weight
 from pallas_kernels.formats import MX_GROUP_LEN
 
@@ -120,6 +121,7 @@ class Target(nnx.Module):
     def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
         self.config = config
         self.is_transposed = False  # see models/params.transpose_weights
+        self.mesh_axis = None  # see models/cut.py
         v, d = config.vocab_size, config.hidden_size
         self.embedding = weight(rngs, (v, d), ("vocab", "embed"), scale=d**-0.5, dtype=dtype)
         self.layers = nnx.List(
@@ -134,17 +136,25 @@ class Target(nnx.Module):
         return self.embedding[...].dtype
 
     def embed(self, token_ids: Int[Array, "b t"]) -> Float[Array, "b t d"]:
-        return jnp.take(self.embedding[...], token_ids, axis=0)
+        return embed_rows(self.embedding[...], token_ids, self.mesh_axis)
 
     def unembed(self, hidden: Float[Array, "*b d"], vocab_size: int | None = None):
-        """Float32 logits of normed hidden states, over the first vocab_size ids."""
+        """Float32 logits of normed hidden states, over the first vocab_size ids.
+
+        On a mesh: of this device's stretch of the vocabulary, -inf past vocab_size.
+        """
         if self.config.tie_embeddings:
             head, is_transposed = self.embedding[...], True
         else:
             head, is_transposed = self.head[...], self.is_transposed
-        if vocab_size is not None and vocab_size < self.config.vocab_size:
+        v = head.shape[0 if is_transposed else 1]
+        if vocab_size is not None and vocab_size < v and self.mesh_axis is None:
             head = head[:vocab_size] if is_transposed else head[:, :vocab_size]
-        return linear(hidden, head, is_transposed=is_transposed, out_dtype=jnp.float32)
+        logits = linear(hidden, head, is_transposed=is_transposed, out_dtype=jnp.float32)
+        if vocab_size is None or self.mesh_axis is None:
+            return logits
+        ids = first_id(v, self.mesh_axis) + jnp.arange(v, dtype=jnp.int32)
+        return jnp.where(ids < vocab_size, logits, -jnp.inf)
 
     def make_cache(self, batch_size: int, max_len: int, slack: int) -> kv.KVCache:
         """Empty memory for rows of up to max_len tokens, written up to `slack` at a time."""
@@ -322,7 +332,7 @@ def run_layers(
     """Residual stream through all layers of a model and its final norm.
 
     Args:
-      model: Has config, layers (of TargetLayer), final_norm and is_transposed.
+      model: Has config, layers (of TargetLayer), final_norm, is_transposed and mesh_axis.
       x: Embedded tokens.
       positions: RoPE positions.
       mix: (layer_idx, queries, keys, values, sink) -> attention output; how queries meet keys.
@@ -366,7 +376,9 @@ def run_layers(
             layer_idx, queries, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3), sink
         )
         mixed = mixed.reshape(b, t, geometry.out_width)
-        x = x + linear(mixed, layer.w_out[...], is_transposed=model.is_transposed)
+        x = x + linear(
+            mixed, layer.w_out[...], is_transposed=model.is_transposed, sum_over=model.mesh_axis
+        )
         normed = rms_norm(x, layer.ffn_norm[...], eps=config.norm_eps)
         if config.moe is not None and config.is_moe_layer[layer_idx]:
             flat = normed.reshape(b * t, d)
@@ -388,10 +400,15 @@ def run_layers(
             routing.append(
                 (expert_ids.reshape(b, t, -1), expert_weights.reshape(b, t, -1))
             )
-            x = x + out.reshape(b, t, d)
+            x = x + psum_over(out.reshape(b, t, d), model.mesh_axis)
         else:
             matrices = (layer.w_gate[...], layer.w_up[...], layer.w_down[...])
-            x = x + moe.swiglu(normed, *matrices, is_transposed=model.is_transposed)
+            x = x + moe.swiglu(
+                normed,
+                *matrices,
+                is_transposed=model.is_transposed,
+                sum_over=model.mesh_axis,
+            )
         if layer_idx in tap_layer_ids:
             taps[layer_idx] = x
     features = None

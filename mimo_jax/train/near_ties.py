@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mimo_jax.decode.engine import Engine, Model, Request
+from mimo_jax.decode.engine import Engine, Request
 from mimo_jax.decode.generate import generate_all
+from mimo_jax.decode.placement import Model
 
 NEAR_TIE = 2e-4
 _BATCH_ROWS = 16

@@ -28,7 +28,8 @@ from flax import nnx
 
 from mimo_jax.checkpoint.hf_drafter import save_drafter
 from mimo_jax.checkpoint.hf_target import load_target, save_target
-from mimo_jax.decode.engine import Model, Request
+from mimo_jax.decode.engine import Request
+from mimo_jax.decode.placement import Model
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import abstract, flatten, split, unflatten
 from mimo_jax.models.target import Target

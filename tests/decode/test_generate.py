@@ -16,8 +16,9 @@ from configs.tiny import tiny_drafter, tiny_target
 from mimo_jax.checkpoint.hf_drafter import load_drafter
 from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.config import ConfigError
-from mimo_jax.decode.engine import Engine, Model, Request
+from mimo_jax.decode.engine import Engine, Request
 from mimo_jax.decode.generate import generate, generate_all
+from mimo_jax.decode.placement import Model
 from mimo_jax.decode.sampling import FILTERED, SAMPLED
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import split

@@ -13,8 +13,9 @@ from flax import nnx
 
 from configs import nano, nano_smoke
 from configs.tiny import tiny_drafter, tiny_target
-from mimo_jax.decode.engine import Engine, Model, Request
+from mimo_jax.decode.engine import Engine, Request
 from mimo_jax.decode.generate import generate_all
+from mimo_jax.decode.placement import Model
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import flatten, split, unflatten
 from mimo_jax.models.target import Target
