@@ -21,7 +21,7 @@ from mimo_jax.plan.published import PublishedModel
 from mimo_jax.plan.verdict import Verdict, judge
 from mimo_jax.plan.weights import ClassBytes
 from mimo_jax.plan.worker import ProgramFacts
-from mimo_jax.sharding import DECODE, TRAIN
+from mimo_jax.sharding import DATA, DECODE, MODEL, TRAIN
 
 MEMORY, LAUNCHES, ROOFLINE, SHARDING = PARTS = ("memory", "launches", "roofline", "sharding")
 PREFILL, PLAIN, DFLASH = "prefill chunk", "plain step", "DFlash step"
@@ -63,7 +63,13 @@ class Request:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {"data": 1, "model": self.num_devices}
+        """Decode mesh: all devices cut every matrix."""
+        return {DATA: 1, MODEL: self.num_devices}
+
+    @property
+    def train_mesh(self) -> tuple[int, int, int]:
+        """Train mesh: all devices along "data"."""
+        return self.num_devices, 1, 1
 
 
 def make_request(
@@ -154,9 +160,10 @@ def jobs(request: Request, parts: Iterable[str], target: str | None) -> dict[str
             wanted[name] = aot.Job(
                 f"mimo_jax.plan.programs:{builder}",
                 {"config": request.config},
-                (request.num_devices, 1, 1),
+                request.train_mesh,
                 rules=TRAIN.name,
                 target=target,
+                stops_at_buffers=True,
             )
     return wanted if parts - {SHARDING} else {}
 
@@ -167,7 +174,7 @@ def compile_programs(wanted: dict[str, aot.Job]) -> dict[str, Program]:
     def one(item) -> Program:
         name, job = item
         try:
-            return Program(name, ProgramFacts(**aot.compile_in_worker(job)))
+            return Program(name, ProgramFacts.from_json(aot.compile_in_worker(job)))
         except aot.NotAvailable as error:
             return Program(name, None, str(error))
 
@@ -268,6 +275,14 @@ def _speeds(
     return found
 
 
+def _placements(request: Request) -> list[Placement]:
+    """As the program at hand would cut it: a training run by the rules of training."""
+    if request.model.experiment is None:
+        return placements(request.model, DECODE, request.sizes)
+    sizes = dict(zip(TRAIN.mesh_axes, request.train_mesh, strict=True))
+    return placements(request.model, TRAIN, sizes)
+
+
 def make_plan(
     request: Request,
     parts: Iterable[str],
@@ -338,7 +353,7 @@ def make_plan(
         verdict,
         _speeds(request, rows, programs),
         bounds,
-        placements(model, DECODE, request.sizes) if SHARDING in parts else [],
+        _placements(request) if SHARDING in parts else [],
         checks,
     )
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from mimo_jax.plan.published import PublishedModel
 from mimo_jax.plan.weights import MTP, all_leaves, device_bytes
-from mimo_jax.sharding import AxisRules
+from mimo_jax.sharding import MODEL, AxisRules
 
 
 class Placement(NamedTuple):
@@ -19,7 +19,7 @@ class Placement(NamedTuple):
     Attributes:
       name: With * where the number of a layer stands.
       count: How many parameters.
-      shape: Of each of them.
+      shape: Of each of them; with KV heads repeated where devices share them.
       axes: Logical axis of each dimension, "-" without a name.
       cut: Mesh axes that cut it, as "hidden over model"; "whole copy" if none does.
       device_bytes: Of all of them together, on one device.
@@ -45,7 +45,7 @@ def placements(
       384 x 6144 x 1024, expert_hidden over model.
     """
     found: dict[tuple, Placement] = {}
-    for leaf in all_leaves(model):
+    for leaf in all_leaves(model, sizes.get(MODEL, 1)):
         if leaf.kind == MTP:
             continue
         name = re.sub(r"\.\d+\.", ".*.", leaf.name)
@@ -55,11 +55,11 @@ def placements(
             for axis in leaf.axes
             if axis is not None and any(sizes[part] > 1 for part in rules.cuts.get(axis, ()))
         ]
-        before = found.get((name, leaf.shape))
-        found[name, leaf.shape] = Placement(
+        before = found.get((name, leaf.cut_shape))
+        found[name, leaf.cut_shape] = Placement(
             name,
             1 + (before.count if before else 0),
-            leaf.shape,
+            leaf.cut_shape,
             tuple(axis or "-" for axis in leaf.axes),
             ", ".join(cuts) or "whole copy",
             num_bytes + (before.device_bytes if before else 0),

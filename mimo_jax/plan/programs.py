@@ -5,6 +5,8 @@ rewritten for the plan. Builders are called in a worker process (plan/worker.py)
 values: they read the config file themselves.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -47,6 +49,11 @@ def _engine(
     )
 
 
+def _params(engine: Engine):
+    drafter = engine.drafter
+    return engine.target.params, None if drafter is None else drafter.params
+
+
 def lower_steps(
     mesh: Mesh, *, config: str, context: int, batch_size: int, draft_block_len: int
 ) -> jax.stages.Lowered:
@@ -60,7 +67,7 @@ def lower_steps(
     )
     state = engine.state_shapes()
     num_steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-    return engine.steps_program(state).lower(engine.params, state, num_steps)
+    return engine.steps_program(state).lower(_params(engine), state, num_steps)
 
 
 def lower_prefill(
@@ -72,12 +79,15 @@ def lower_prefill(
     )
     state = engine.state_shapes()
     everywhere = NamedSharding(mesh, PartitionSpec())
-    one = lambda dtype, *shape: jax.ShapeDtypeStruct((1, *shape), dtype, sharding=everywhere)
+
+    def one(dtype, *shape) -> Any:
+        return jax.ShapeDtypeStruct((1, *shape), dtype, sharding=everywhere)
+
     sampling = RowSampling(
         one(jnp.float32), one(jnp.float32), one(jnp.int32), one(jnp.int32)
     )
     return engine.prefill_program(is_first=False).lower(
-        engine.params,
+        _params(engine),
         one(jnp.int32, min(PROMPT_CHUNK, engine.capacity)),
         (state.target_cache, state.drafter_cache),
         one(jnp.int32),
@@ -105,8 +115,12 @@ def _like_params(state: TrainState, params, shardings, mesh: Mesh):
 
 def _batch(mesh: Mesh, rows: int, length: int) -> Batch:
     cut = NamedSharding(mesh, TRAIN.spec(("batch", None)))
-    ids = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=cut)
-    return Batch(ids, ids, jax.ShapeDtypeStruct((rows, length), jnp.bool_, sharding=cut), ids)
+
+    def array(dtype) -> Any:
+        return jax.ShapeDtypeStruct((rows, length), dtype, sharding=cut)
+
+    ids = array(jnp.int32)
+    return Batch(ids, ids, array(jnp.bool_), ids)
 
 
 def _experiment(config: str):

@@ -27,16 +27,16 @@ def weights_table(plan: Plan) -> Table:
     """Weights by class, then caches by kind, in GB."""
     n = plan.request.num_devices
     table = _table(
-        f"{plan.request.model.name}: weights and caches, GB", "class", "parameters",
+        f"{plan.request.model.name}: weights and caches, GB", "class", "parameters, 1e9",
         "published files", "our program", f"on each of {n} devices",
     )  # fmt: skip
     for row in plan.weights.values():
         held = _gb(row.program_bytes) if row.program_bytes else "not loaded"
         here = _gb(row.device_bytes) if row.program_bytes else "-"
-        table.add_row(row.kind, f"{row.num_weights:,}", _gb(row.file_bytes), held, here)
+        table.add_row(row.kind, f"{row.num_weights / 1e9:,.3f}", _gb(row.file_bytes), held, here)
     rows = plan.weights.values()
     table.add_row(
-        "all weights", f"{sum(r.num_weights for r in rows):,}",
+        "all weights", f"{sum(r.num_weights for r in rows) / 1e9:,.3f}",
         _gb(sum(r.file_bytes for r in rows)), _gb(sum(r.program_bytes for r in rows)),
         _gb(sum(r.device_bytes for r in rows)), style="bold", end_section=True,
     )  # fmt: skip
@@ -70,26 +70,26 @@ def launches_table(plan: Plan) -> Table:
     """Launches, graphs, collectives and copies of every compiled program."""
     table = _table(
         "Per step (per run, where there is no loop over steps)", "program", "launches",
-        "CUDA graphs", "all in one", "collectives", "MB in them", "copies over 8 MB", "GB moved",
+        "CUDA graphs", "collectives", "MB in them", "copies over 8 MB", "GB moved",
     )  # fmt: skip
     for program in plan.programs.values():
         facts = program.facts
         if facts is None:
-            table.add_row(program.name, "-")
+            table.add_row(program.name, "not available")
             continue
-        on_gpu = facts.launches is not None
-        launched = f"{sum(facts.launches.values()):,}" if facts.launches is not None else "GPU only"
-        kinds = ", ".join(f"{n} {kind}" for kind, (n, _) in facts.collectives.items()) or "none"
+        launches, graphs = "-", "-"
+        if facts.launches is not None:
+            launches = f"{sum(facts.launches.values()):,}" + ("+" if facts.num_inner_loops else "")
+            graphs = f"{facts.num_command_buffers}" + (", all" if facts.is_one_graph else "")
+        kinds = "\n".join(f"{n:,} {kind}" for kind, (n, _) in facts.collectives.items())
         moved = sum(num_bytes for _, num_bytes in facts.collectives.values())
         table.add_row(
-            program.name, launched + (" +" if facts.num_inner_loops else ""),
-            str(facts.num_command_buffers) if on_gpu else "-",
-            ("yes" if facts.is_one_graph else "no") if on_gpu else "-",
-            kinds, f"{moved / 1e6:,.2f}", str(len(facts.large_copies)),
-            f"{facts.moved_bytes / GB:,.2f}",
+            program.name, launches, graphs, kinds or "none", f"{moved / 1e6:,.2f}",
+            str(len(facts.large_copies)), f"{facts.moved_bytes / GB:,.2f}",
         )  # fmt: skip
-    if any(p.facts is not None and p.facts.num_inner_loops for p in plan.programs.values()):
-        table.caption = "+: loops inside, whose launches are counted once"
+    table.caption = (
+        "-: not compiled that far; +: and loops inside, counted once; all: the loop is one graph"
+    )
     return table
 
 
@@ -203,7 +203,8 @@ def sections(plan: Plan, parts: tuple[str, ...]) -> Iterator[Table | str]:
         yield weights_table(plan)
         if plan.programs:
             yield programs_table(plan)
-        yield f"{plan.request.device.name}: {plan.verdict}"
+        counted = "" if plan.programs else " (weights and caches alone, nothing compiled)"
+        yield f"{plan.request.device.name}: {plan.verdict}{counted}"
     elif plan.programs:
         yield f"compiled for {plan.compiled_for}"
     yield from failures(plan)

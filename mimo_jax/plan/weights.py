@@ -16,11 +16,12 @@ from flax import nnx
 
 from mimo_jax.config import DrafterConfig, TargetConfig
 from mimo_jax.models import params as model_params
+from mimo_jax.models.cut import cut_shapes
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.mtp import MtpHead
 from mimo_jax.models.target import Target
 from mimo_jax.plan.published import PublishedModel, StorageFormats
-from mimo_jax.sharding import AxisRules, check_divides, part_shape
+from mimo_jax.sharding import MODEL, AxisRules, check_divides, part_shape
 
 EXPERTS, ATTENTION, DENSE = "experts", "attention", "dense layers"
 ROUTER, EMBEDDINGS, NORMS = "router", "embeddings", "norms, sinks"
@@ -60,13 +61,17 @@ def abstract_mtp_head(config: TargetConfig, dtype=jnp.bfloat16) -> Abstract:
 
 
 class Leaf(NamedTuple):
-    """One weight: its class, published format and number of weights (0 for scales)."""
+    """One weight: its class, published format, number of weights (0 for scales), and shapes.
+
+    `cut_shape` is `shape` as it lies on a mesh: wider where KV heads are repeated.
+    """
 
     name: str
     kind: str
     file_format: str
     num_weights: int
     shape: tuple[int, ...]
+    cut_shape: tuple[int, ...]
     item_bytes: int
     axes: tuple[str | None, ...]
 
@@ -116,6 +121,7 @@ def leaves(model: Abstract, storage: StorageFormats, kind: str | None = None) ->
                 file_format,
                 num_weights,
                 tuple(value.shape),
+                tuple(value.shape),
                 jnp.dtype(value.dtype).itemsize,
                 value.get_metadata("logical_axes"),
             )
@@ -123,16 +129,34 @@ def leaves(model: Abstract, storage: StorageFormats, kind: str | None = None) ->
     return found
 
 
-def all_leaves(model: PublishedModel) -> list[Leaf]:
-    """Parameters of the target, of every MTP head and of the drafter."""
-    found = leaves(abstract_target(model.target), model.storage)
+def _repeated(found: list[Leaf], model: Abstract, config, num_parts: int) -> list[Leaf]:
+    """Leaves with the shapes they have on a mesh of the decode program."""
+    shapes = nnx.to_flat_state(cut_shapes(model.params, config, num_parts))
+    return [
+        leaf._replace(cut_shape=tuple(value.shape))
+        for leaf, (_, value) in zip(found, shapes, strict=True)
+    ]
+
+
+def all_leaves(model: PublishedModel, num_parts: int = 1) -> list[Leaf]:
+    """Parameters of the target, of every MTP head and of the drafter.
+
+    Args:
+      model: The model.
+      num_parts: Devices along "model" of a decode mesh; with more of them than KV heads, these are
+        repeated in `cut_shape`.
+    """
+    target = abstract_target(model.target)
+    found = _repeated(leaves(target, model.storage), target, model.target, num_parts)
     if model.num_mtp_heads:
         head = leaves(abstract_mtp_head(model.target), model.storage, MTP)
         for i in range(model.num_mtp_heads):
             found += [leaf._replace(name=f"mtp.{i}.{leaf.name}") for leaf in head]
     if model.drafter is not None:
-        drafter = leaves(abstract_drafter(model.drafter), StorageFormats(), DRAFTER)
-        found += [leaf._replace(name=f"drafter.{leaf.name}") for leaf in drafter]
+        drafter = abstract_drafter(model.drafter)
+        own = leaves(drafter, StorageFormats(), DRAFTER)
+        own = _repeated(own, drafter, model.drafter, num_parts)
+        found += [leaf._replace(name=f"drafter.{leaf.name}") for leaf in own]
     return found
 
 
@@ -161,9 +185,9 @@ def device_bytes(leaf: Leaf, rules: AxisRules, sizes: Mapping[str, int]) -> int:
     Raises:
       ConfigError: If a cut does not divide; names the parameter and what would.
     """
-    spec = check_divides(leaf.name, leaf.shape, leaf.axes, rules, sizes)
+    spec = check_divides(leaf.name, leaf.cut_shape, leaf.axes, rules, sizes)
     num_bytes = leaf.item_bytes
-    for size in part_shape(leaf.shape, spec, sizes):
+    for size in part_shape(leaf.cut_shape, spec, sizes):
         num_bytes *= size
     return num_bytes
 
@@ -179,8 +203,9 @@ def weigh(
       ConfigError: If the mesh does not divide a parameter.
     """
     rows = {}
+    found = all_leaves(model, sizes.get(MODEL, 1))
     for kind in CLASSES:
-        own = [leaf for leaf in all_leaves(model) if leaf.kind == kind]
+        own = [leaf for leaf in found if leaf.kind == kind]
         is_loaded = kind != MTP
         if own:
             rows[kind] = ClassBytes(

@@ -83,6 +83,15 @@ class ProgramFacts:
     compile_s: float
     host_peak_bytes: int
 
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "ProgramFacts":
+        """The facts back from an answer, where JSON has made lists of tuples."""
+        rows = {
+            "moves": [hlo.Move(*row) for row in values["moves"]],
+            "large_copies": [hlo.Copy(*row) for row in values["large_copies"]],
+        }
+        return cls(**(values | rows))
+
 
 def lower_probe(mesh: Mesh):
     """A product and an exponential: needs a register assembler and the mathematics library."""
@@ -133,7 +142,7 @@ def _of_text(text: str) -> dict[str, Any]:
     }
 
 
-NO_LAUNCHES = {"launches": None, "top_level": None, "num_command_buffers": None,
+NO_LAUNCHES: dict[str, Any] = {"launches": None, "top_level": None, "num_command_buffers": None,
                "is_one_graph": None, "num_inner_loops": None}  # fmt: skip
 
 
@@ -191,7 +200,7 @@ def run(job: dict[str, Any], dump_folder: Path, finish: Callable[[ProgramFacts],
     older = set(dump_folder.glob("*"))
     compiling = Stopwatch.started()
 
-    def times() -> dict[str, float]:
+    def times() -> dict[str, Any]:
         return {"lower_s": lowering.elapsed_s, "compile_s": compiling.elapsed_s}
 
     is_over = threading.Event()
