@@ -230,7 +230,7 @@ def _traffic_of(facts: ProgramFacts) -> roofline.Traffic | None:
         return None
     number, num_bytes = facts.collectives.get("all-reduce", (0, 0))
     launches = sum(facts.launches.values()) - facts.launches.get("kCollectiveKernel", 0)
-    return roofline.Traffic(number, num_bytes, launches)
+    return roofline.Traffic(number, float(num_bytes), float(launches))
 
 
 def _speeds(
@@ -269,7 +269,7 @@ def _speeds(
         found.append(_speed(f"{name}, {source}", time, lengths))
         if program is not None and program.facts is not None and program.facts.launches:
             time = roofline.compiled_step_time(
-                program.facts.moved_bytes, traffic, flops, request.device, request.num_devices
+                float(program.facts.moved_bytes), traffic, flops, request.device, request.num_devices
             )
             found.append(_speed(f"{name}, compiled program", time, lengths))
     return found
@@ -318,12 +318,12 @@ def make_plan(
     held = sum(row.device_bytes for row in rows.values()) + sum(c.device_bytes for c in caches)
     largest = max(compiled, key=lambda facts: facts.peak_bytes, default=None)
     verdict = judge(
-        largest.peak_bytes if largest else held,
+        float(largest.peak_bytes if largest else held),
         request.device.memory_bytes,
         context=request.context,
         max_position=model.target.max_position,
-        cache_bytes_per_token=sum(c.bytes_per_token for c in caches),
-        temp_bytes=largest.temp_bytes if largest else 0,
+        cache_bytes_per_token=float(sum(c.bytes_per_token for c in caches)),
+        temp_bytes=float(largest.temp_bytes if largest else 0),
     )
     checks = anchors(model, rows)
     loop = programs.get(DFLASH if request.is_drafting else PLAIN)

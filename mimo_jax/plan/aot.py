@@ -8,7 +8,8 @@ ptxas ends the process with a C++ stack trace. The parent turns all of that into
 
 XLA_FLAGS are those of our GPU runs: `+WHILE` puts the loop itself into the CUDA graph (the list
 that is often copied would drop the collective kernels from it), split-k would add a launch per
-product, and CUB's radix sort asks a device for its scratch size where there is none.
+product, CUB's radix sort asks a device for its scratch size where there is none, and two combined
+all-reduces go to NCCL, which cuts the graph in two.
 
 Rejected: the plugin in the environment itself with JAX_PLATFORMS=cpu set for everybody; one
 forgotten variable and every command prints a CUDA error first.
@@ -31,6 +32,7 @@ GPU_XLA_FLAGS = (
     "--xla_gpu_enable_command_buffer=+WHILE",
     "--xla_gpu_experimental_force_split_k=1",
     "--xla_gpu_enable_cub_radix_sort=false",
+    "--xla_gpu_all_reduce_combine_threshold_bytes=0",
 )
 PLUGIN = "jax_plugins/xla_cuda13"
 LIBRARY = "xla_cuda_plugin.so"

@@ -80,7 +80,7 @@ def of_files(
 
     Example: MiMo-V2.5-Pro, 8 tokens, 8 devices -> 13.8 GB, 2.88 ms of an H200.
     """
-    dense = sum(rows[kind].file_bytes for kind in READ_WHOLE if kind in rows)
+    dense = float(sum(rows[kind].file_bytes for kind in READ_WHOLE if kind in rows))
     moe = model.target.moe
     experts = 0.0
     if moe is not None:
@@ -91,7 +91,7 @@ def of_files(
 
 
 def _head_weights(model: PublishedModel) -> float:
-    return model.target.vocab_size * model.target.hidden_size
+    return float(model.target.vocab_size * model.target.hidden_size)
 
 
 def of_program(
@@ -105,7 +105,7 @@ def of_program(
     is_drafting: bool,
 ) -> Reads:
     """Reads of our XLA program: its formats, what every device repeats, whole caches."""
-    dense = sum(rows[kind].device_bytes for kind in READ_WHOLE if kind in rows)
+    dense = float(sum(rows[kind].device_bytes for kind in READ_WHOLE if kind in rows))
     moe, experts = model.target.moe, 0.0
     if moe is not None:
         bits = BITS["mxfp4"] if moe.is_mxfp4 else BITS["bf16"]
@@ -120,7 +120,7 @@ def of_program(
         draft_block_len=num_tokens,
         num_devices=num_devices,
     )
-    target_cache = sum(row.device_bytes for row in kinds if row.kind != DRAFTER_CACHE)
+    target_cache = float(sum(row.device_bytes for row in kinds if row.kind != DRAFTER_CACHE))
     drafter = 0.0
     if is_drafting:
         drafter = rows[DRAFTER].device_bytes + head

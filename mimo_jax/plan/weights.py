@@ -29,7 +29,7 @@ MTP, DRAFTER = "MTP heads", "drafter"
 CLASSES = (EXPERTS, ATTENTION, DENSE, ROUTER, EMBEDDINGS, NORMS, MTP, DRAFTER)
 
 # Bits per weight, with the format's scales: 8 of E8M0 per 32 weights, float32 per 128 x 128.
-BITS = {"mxfp4": 4 + 8 / 32, "fp8": 8 + 32 / (128 * 128), "bf16": 16, "f32": 32}
+BITS = {"mxfp4": 4 + 8 / 32, "fp8": 8 + 32 / (128 * 128), "bf16": 16.0, "f32": 32.0}
 
 
 class Abstract(NamedTuple):
