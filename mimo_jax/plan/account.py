@@ -187,7 +187,9 @@ class Speed:
     """Predicted decoding of one kind of step.
 
     Attributes:
-      name: PLAIN or DFLASH, with the account it rests on.
+      name: PLAIN or DFLASH, with the account of its bytes: the configuration's, or what the
+        compiled operations move. Launches and collectives are counted in the compiled program
+        wherever there is one.
       time: Seconds by cause.
       tokens_per_s: Scene -> nothing overlapped; plain steps have one entry, "any".
       overlapped_tokens_per_s: Scene -> everything overlapped.
@@ -260,18 +262,14 @@ def _speeds(
             launches_per_layer=request.launches_per_layer,
         )
         program = programs.get(name)
-        source = "configuration"
-        if program is not None and program.facts is not None:
-            counted = _traffic_of(program.facts)
-            if counted is not None:
-                traffic, source = counted, "configuration, launches and collectives compiled"
-        time = roofline.step_time(reads, traffic, flops, request.device, request.num_devices)
-        found.append(_speed(f"{name}, {source}", time, lengths))
-        if program is not None and program.facts is not None and program.facts.launches:
-            time = roofline.compiled_step_time(
-                float(program.facts.moved_bytes), traffic, flops, request.device, request.num_devices
-            )
-            found.append(_speed(f"{name}, compiled program", time, lengths))
+        facts = program.facts if program is not None else None
+        counted = _traffic_of(facts) if facts is not None else None
+        rates = (flops, request.device, request.num_devices)
+        time = roofline.step_time(reads, counted or traffic, *rates)
+        found.append(_speed(f"{name}, configuration", time, lengths))
+        if facts is not None and counted is not None:
+            time = roofline.compiled_step_time(float(facts.moved_bytes), counted, *rates)
+            found.append(_speed(f"{name}, compiled", time, lengths))
     return found
 
 

@@ -36,7 +36,8 @@ GPU_XLA_FLAGS = (
 )
 PLUGIN = "jax_plugins/xla_cuda13"
 LIBRARY = "xla_cuda_plugin.so"
-WORKER_TIMEOUT_S = 900
+WORKER_TIMEOUT_S = 900.0
+PROBE_TIMEOUT_S = 120.0
 
 
 class NotAvailable(RuntimeError):
@@ -163,7 +164,7 @@ def why_not(target: str) -> str | None:
     """
     job = Job("mimo_jax.plan.worker:lower_probe", {}, (1, 1), target=target)
     try:
-        compile_in_worker(job, timeout_s=120)
+        compile_in_worker(job, timeout_s=PROBE_TIMEOUT_S)
     except NotAvailable as error:
         return str(error)
     return None

@@ -152,6 +152,12 @@ def has_step_loop(module: Module) -> bool:
     )
 
 
+def _fused(module: Module, instruction: Instruction) -> dict[str, Instruction]:
+    if instruction.opcode not in ("fusion", "fusion-start"):
+        return {}
+    return module.computations.get(dict(instruction.called).get("calls", ""), {})
+
+
 class Collective(NamedTuple):
     """One collective operation: kind, bytes of its result on one device, loop depth, runs."""
 
@@ -165,11 +171,7 @@ def collectives(module: Module) -> list[Collective]:
     """Every collective, also those inside fusions; a start/done pair counts once."""
     found = []
     for visit in walk(module):
-        inside = [visit.instruction]
-        if visit.instruction.opcode.startswith("fusion"):
-            for _, name in visit.instruction.called:
-                inside += module.computations.get(name, {}).values()
-        for instruction in inside:
+        for instruction in (visit.instruction, *_fused(module, visit.instruction).values()):
             kind = instruction.opcode.removesuffix("-start")
             if kind in COLLECTIVES:
                 num_bytes = shape_bytes(instruction.shape)
@@ -186,12 +188,6 @@ class Copy(NamedTuple):
     opcode: str
     num_bytes: int
     loop_depth: int
-
-
-def _fused(module: Module, instruction: Instruction) -> dict[str, Instruction]:
-    if instruction.opcode not in ("fusion", "fusion-start"):
-        return {}
-    return module.computations.get(dict(instruction.called).get("calls", ""), {})
 
 
 def large_copies(module: Module, min_bytes: int = 8_000_000) -> list[Copy]:
@@ -224,18 +220,20 @@ def _fusion_bytes(module: Module, instruction: Instruction) -> int:
     for inner in fused.values():
         if inner.opcode != "parameter":
             continue
-        readers, names = [], [inner.name]
-        while names:  # through bitcasts and conversions that only rename
-            for user in users.get(names.pop(), ()):
+        readers, names, is_picked = [], [inner.name], True
+        while names:  # through bitcasts, which only rename
+            name = names.pop()
+            for user in users.get(name, ()):
                 if user.opcode == "bitcast":
                     names.append(user.name)
                     if user.name in updated:
                         updated.add(inner.name)
                 else:
                     readers.append(user)
+                    is_picked &= user.opcode in PICKS and user.operands[0] == name
         if inner.name in updated:
             continue
-        if readers and all(reader.opcode in PICKS for reader in readers):
+        if readers and is_picked:
             total += sum(shape_bytes(reader.shape) for reader in readers)
         else:
             total += shape_bytes(inner.shape)

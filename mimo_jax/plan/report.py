@@ -135,7 +135,11 @@ def roofline_table(plan: Plan) -> Table:
                     if scene in s.tokens_per_s else "-" for s in plan.speeds
                 ),
             )  # fmt: skip
-    table.caption = "tok/s: nothing overlapped (everything overlapped)"
+    table.caption = (
+        "tok/s: nothing overlapped (everything overlapped); configuration: bytes that must be read; "
+        "compiled: bytes that the operations move; launches and all-reduces are counted in the "
+        "compiled program wherever there is one"
+    )
     return table
 
 
@@ -146,7 +150,7 @@ def constants_table(plan: Plan) -> Table:
         table.add_row(name, f"{getattr(plan.request.device, name):.4g}", source)
     table.add_row(
         "launches_per_layer", f"{plan.request.launches_per_layer:g}",
-        "counted in compiled programs; used where none is compiled",
+        "as compiled programs have; used where none is compiled",
     )  # fmt: skip
     own = plan.request.accept_lengths == SCENE_ACCEPT_LENGTHS
     table.add_row(

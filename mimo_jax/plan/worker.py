@@ -87,6 +87,7 @@ class ProgramFacts:
     def from_json(cls, values: dict[str, Any]) -> "ProgramFacts":
         """The facts back from an answer, where JSON has made lists of tuples."""
         rows = {
+            "collectives": {kind: tuple(pair) for kind, pair in values["collectives"].items()},
             "moves": [hlo.Move(*row) for row in values["moves"]],
             "large_copies": [hlo.Copy(*row) for row in values["large_copies"]],
         }
