@@ -102,7 +102,8 @@ def run(arguments: Arguments) -> int:
     target, note = None, "nothing (--analytic)"
     if parts != (account.SHARDING,) and not arguments.analytic:
         target, note = account.choose_target(device, arguments.devices)
-    console = Console(stderr=arguments.json)
+    # Files and pipes have no width of their own; 80 columns would fold most tables.
+    console = Console(stderr=arguments.json, width=None if sys.stdout.isatty() else 120)
     with console.status(f"compiling {request.model.name} for {note}"):
         plan = account.make_plan(request, parts, target, note, is_analytic=arguments.analytic)
     if arguments.json:

@@ -19,7 +19,7 @@ def _table(title: str, *columns: str, numbers_from: int = 1) -> Table:
     return table
 
 
-def _gb(num_bytes: float) -> str:
+def _gb(num_bytes: int | float) -> str:
     return f"{num_bytes / GB:,.3f}" if num_bytes < GB else f"{num_bytes / GB:,.2f}"
 
 
@@ -136,9 +136,9 @@ def roofline_table(plan: Plan) -> Table:
                 ),
             )  # fmt: skip
     table.caption = (
-        "tok/s: nothing overlapped (everything overlapped); configuration: bytes that must be read; "
-        "compiled: bytes that the operations move; launches and all-reduces are counted in the "
-        "compiled program wherever there is one"
+        "tok/s: nothing overlapped (everything overlapped); configuration: bytes that must be "
+        "read; compiled: bytes that the operations move; launches and all-reduces are counted in "
+        "the compiled program wherever there is one"
     )
     return table
 

@@ -8,6 +8,7 @@ scales are no weights and belong to the format.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ class Abstract(NamedTuple):
     params: nnx.State
 
 
+@functools.lru_cache(maxsize=8)  # half a second for 70 layers, and asked for a dozen times
 def abstract_target(config: TargetConfig, dtype=jnp.bfloat16) -> Abstract:
     """The target as decoding holds it, without memory."""
     return Abstract(
@@ -46,6 +48,7 @@ def abstract_target(config: TargetConfig, dtype=jnp.bfloat16) -> Abstract:
     )
 
 
+@functools.lru_cache(maxsize=8)
 def abstract_drafter(config: DrafterConfig, dtype=jnp.bfloat16) -> Abstract:
     """The drafter as decoding holds it, without memory."""
     return Abstract(
@@ -53,6 +56,7 @@ def abstract_drafter(config: DrafterConfig, dtype=jnp.bfloat16) -> Abstract:
     )
 
 
+@functools.lru_cache(maxsize=8)
 def abstract_mtp_head(config: TargetConfig, dtype=jnp.bfloat16) -> Abstract:
     """One MTP head, without memory."""
     return Abstract(

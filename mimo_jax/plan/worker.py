@@ -32,10 +32,10 @@ from mimo_jax.plan.targets import target_text
 from mimo_jax.sharding import RULES, make_mesh
 from mimo_jax.timing import Stopwatch
 
-# Files that XLA writes when buffers are assigned; the last of them says that all are there.
+# Files that XLA writes once buffers are assigned; the last one, twice as long, is closed last.
 OPTIMISED = "_after_optimizations.txt"
 BUFFER_REPORT = "_after_optimizations-memory-usage-report.txt"
-AFTER_BUFFERS = ".debug_options"
+AFTER_BUFFERS = "_after_optimizations-buffer-assignment-values.txt"
 NUM_MOVES = 8
 
 
@@ -167,8 +167,8 @@ def _of_executable(compiled, dump_folder: Path) -> dict[str, Any]:
     return facts
 
 
-def _of_buffers(dump_folder: Path, older: set[Path]) -> dict[str, Any] | None:
-    """Facts that stand once buffers are assigned; None until XLA has written them down.
+def _buffer_files(dump_folder: Path, older: set[Path]) -> list[tuple[Path, int]]:
+    """The files that tell about buffers, with their sizes; those that are not there left out.
 
     Args:
       dump_folder: Where XLA writes.
@@ -176,9 +176,12 @@ def _of_buffers(dump_folder: Path, older: set[Path]) -> dict[str, Any] | None:
     """
     new = sorted(set(dump_folder.glob("*")) - older)
     ends = (OPTIMISED, BUFFER_REPORT, AFTER_BUFFERS)
-    text, report, last = (next((f for f in new if f.name.endswith(e)), None) for e in ends)
-    if text is None or report is None or last is None:
-        return None
+    found = [next((file for file in new if file.name.endswith(end)), None) for end in ends]
+    return [(file, file.stat().st_size) for file in found if file is not None]
+
+
+def _of_buffers(text: Path, report: Path) -> dict[str, Any]:
+    """Facts that stand once buffers are assigned."""
     facts = _of_text(text.read_text()) | NO_LAUNCHES
     total = sum(int(n) for n in re.findall(r"^Total bytes: (\d+)", report.read_text(), re.M))
     return facts | {"temp_bytes": total - facts["argument_bytes"], "peak_bytes": total}
@@ -207,10 +210,14 @@ def run(job: dict[str, Any], dump_folder: Path, finish: Callable[[ProgramFacts],
     is_over = threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(0.2):
-            facts = _of_buffers(dump_folder, older)
-            if facts is not None:
-                finish(ProgramFacts(**facts, **times()))
+        before = []
+        while not is_over.wait(0.4):
+            files = _buffer_files(dump_folder, older)
+            # XLA writes them at one go: whole when they are all there and no longer grow.
+            if len(files) == 3 and files == before and all(size for _, size in files):
+                found = times()
+                finish(ProgramFacts(**_of_buffers(files[0][0], files[1][0]), **found))
+            before = files
 
     if job["stops_at_buffers"]:
         threading.Thread(target=watch, daemon=True).start()

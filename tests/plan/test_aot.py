@@ -145,7 +145,8 @@ def test_device_texts_are_read_from_the_library(tmp_path):
     library.write_bytes(b"\x7fELF\x00" + (head + text).encode() + b"\x00rest\x00")
     assert read_targets(library) == {H200: text}
     assert target_text(library, H200) == text
-    with pytest.raises(ConfigError, match="no 'NVIDIA H200 141GB'.*nearest: NVIDIA H200 141.*1 oth"):
+    words = "no 'NVIDIA H200 141GB'.*nearest: NVIDIA H200 141.*1 others"
+    with pytest.raises(ConfigError, match=words):
         target_text(library, "NVIDIA H200 141GB")
 
 

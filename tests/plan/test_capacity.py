@@ -2,9 +2,9 @@
 
 Run: .venv/bin/python -m pytest tests/plan/test_capacity.py
 
-Seven programs, two at a time, about a minute on two quiet cores. Memory, collectives and copies are
-known once buffers are assigned; the shape of the loop needs machine code, which is made for a Pro of
-six layers (the whole one is a slow test).
+Five programs, two at a time, about a minute on two quiet cores. Memory, collectives and copies are
+known once buffers are assigned; the shape of the loop needs machine code, which is made for a Pro
+of six layers (the whole one is a slow test). Prefill holds most, so it decides what fits.
 """
 
 import concurrent.futures
@@ -41,15 +41,12 @@ def _prefill(job: aot.Job) -> aot.Job:
                    stops_at_buffers=True)  # fmt: skip
 
 
-PRO_H200, PRO_B200 = (_job(device, PRO, 8, 8) for device in ("h200", "b200"))
-FLASH_H200 = _job("h200", FLASH, 4, 1)
+PRO_STEPS = _job("h200", PRO, 8, 8)
 JOBS = {
-    "pro h200": PRO_H200,
-    "pro h200 prefill": _prefill(PRO_H200),
-    "pro b200": PRO_B200,
-    "pro b200 prefill": _prefill(PRO_B200),
-    "flash h200": FLASH_H200,
-    "flash h200 prefill": _prefill(FLASH_H200),
+    "pro h200": PRO_STEPS,
+    "pro h200 prefill": _prefill(PRO_STEPS),
+    "pro b200 prefill": _prefill(_job("b200", PRO, 8, 8)),
+    "flash h200 prefill": _prefill(_job("h200", FLASH, 4, 1)),
     "short pro": _job("h200", SHORT, 8, 8, stops_at_buffers=False),
 }
 
@@ -64,26 +61,25 @@ def compiled() -> dict[str, ProgramFacts]:
     return {name: ProgramFacts.from_json(a) for name, a in zip(JOBS, answers, strict=True)}
 
 
-@pytest.mark.parametrize("device", ["h200", "b200"])
-@pytest.mark.parametrize("program", ["", " prefill"])
-def test_the_pro_with_its_drafter_fits_eight(compiled, device, program):
-    found = compiled[f"pro {device}{program}"]
-    assert found.peak_bytes < USABLE * DEVICES[device].memory_bytes
+@pytest.mark.parametrize("program", ["pro h200", "pro h200 prefill", "pro b200 prefill"])
+def test_the_pro_with_its_drafter_fits_eight(compiled, program):
+    found = compiled[program]
+    assert found.peak_bytes < USABLE * DEVICES[program.split()[1]].memory_bytes
     # 531 GB of experts and 48 GB of the rest, an eighth each, and 1.7 GB of caches.
     assert 73e9 < found.argument_bytes < 76e9
 
 
 def test_a_v2_flash_with_packed_experts_fits_four_h200(compiled):
-    for name in ("flash h200", "flash h200 prefill"):
-        assert compiled[name].peak_bytes < USABLE * DEVICES["h200"].memory_bytes
-        assert compiled[name].argument_bytes < 46e9
+    found = compiled["flash h200 prefill"]
+    assert found.peak_bytes < USABLE * DEVICES["h200"].memory_bytes
+    assert found.argument_bytes < 46e9
+    assert found.collectives.keys() == {"all-reduce"}
 
 
-@pytest.mark.parametrize("device", ["h200", "b200"])
-def test_a_step_needs_little_scratch_memory(compiled, device):
+def test_a_step_needs_little_scratch_memory(compiled):
     """The scores of one global layer, 16 heads x 8 tokens x 262,152 in float32: 134 MB, and a part
     of them in bfloat16. No experts decoded to memory (2.4 GB a layer), no copied caches."""
-    assert compiled[f"pro {device}"].temp_bytes < 256e6
+    assert compiled["pro h200"].temp_bytes < 256e6
 
 
 def test_prefill_needs_the_scores_of_a_chunk(compiled):
@@ -91,9 +87,8 @@ def test_prefill_needs_the_scores_of_a_chunk(compiled):
     assert compiled["pro h200 prefill"].temp_bytes < 14e9
 
 
-@pytest.mark.parametrize("device", ["h200", "b200"])
-def test_the_loop_keeps_its_promises(compiled, device):
-    found = compiled[f"pro {device}"]
+def test_the_loop_keeps_its_promises(compiled):
+    found = compiled["pro h200"]
     assert found.is_step_loop
     checks = promises(
         found, num_layers=PRO_LAYERS, num_devices=8, cache_bytes=PRO_CACHE_BYTES
@@ -103,12 +98,6 @@ def test_the_loop_keeps_its_promises(compiled, device):
     number, num_bytes = found.collectives["all-reduce"]
     assert number <= 2 * PRO_LAYERS + 6
     assert num_bytes < number * 8 * 6144 * 4  # float32 of a block at most: no logits, no experts
-
-
-def test_plain_steps_of_flash_sum_twice_a_layer(compiled):
-    found = compiled["flash h200"]
-    assert found.collectives.keys() == {"all-reduce"}
-    assert found.collectives["all-reduce"][0] <= 2 * 48 + 6
 
 
 def test_the_whole_loop_is_one_cuda_graph(compiled):
@@ -123,11 +112,14 @@ def test_the_whole_loop_is_one_cuda_graph(compiled):
 
 
 @pytest.mark.slow
-def test_the_whole_pro_is_one_cuda_graph():
-    found = ProgramFacts.from_json(
-        aot.compile_in_worker(_job("h200", PRO, 8, 8, stops_at_buffers=False))
+@pytest.mark.parametrize("device", ["h200", "b200"])
+def test_the_whole_pro_is_one_cuda_graph(device):
+    job = _job(device, PRO, 8, 8, stops_at_buffers=False)
+    found = ProgramFacts.from_json(aot.compile_in_worker(job))
+    checks = promises(
+        found, num_layers=PRO_LAYERS, num_devices=8, cache_bytes=PRO_CACHE_BYTES
     )
-    assert found.is_one_graph
+    assert failed(checks) is None, checks
     assert found.launches is not None
     assert sum(found.launches.values()) < 29 * PRO_LAYERS
     assert found.host_peak_bytes < 3e9
