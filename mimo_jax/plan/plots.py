@@ -54,7 +54,7 @@ def draw_steps(ax: Axes, speeds: Sequence[Speed], title: str = "") -> None:
     ax.set_xlim(0, longest * 1.25)
     ax.set_xlabel("milliseconds of one step, nothing overlapped")
     ax.set_title(title, fontsize=10)
-    ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.45, -0.16), ncol=4, frameon=False)
+    ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     ax.spines[["top", "right"]].set_visible(False)
 
 

@@ -99,12 +99,12 @@ def moves_table(plan: Plan) -> Table | None:
     if loop is None or loop.facts is None:
         return None
     table = _table(
-        f"Memory traffic of the {loop.name}, GB per device", "operations", "result", "number",
-        "GB", numbers_from=2,
+        f"Memory traffic of the {loop.name}, MB per device", "operations", "result", "number",
+        "MB", numbers_from=2,
     )  # fmt: skip
     for move in loop.facts.moves:
-        table.add_row(move.name, move.shape[:40], str(move.count), f"{move.num_bytes / GB:,.2f}")
-    table.add_row("everything", "", "", f"{loop.facts.moved_bytes / GB:,.2f}", style="bold")
+        table.add_row(move.name, move.shape[:40], str(move.count), f"{move.num_bytes / 1e6:,.2f}")
+    table.add_row("everything", "", "", f"{loop.facts.moved_bytes / 1e6:,.2f}", style="bold")
     return table
 
 
