@@ -69,7 +69,7 @@ def run_load(arguments: Load) -> int:
     with console.status("writing the checkpoint"):
         load_bench.write_synthetic(arguments.directory, arguments.num_layers)
     figures = load_bench.measure_load(arguments.directory)
-    results = dataclasses.asdict(figures) | {"ratio": figures.ratio, "machine": machine()}
+    results = dataclasses.asdict(figures) | {"machine": machine()}
     console.print(json.dumps(results, indent=1))
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

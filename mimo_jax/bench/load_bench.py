@@ -7,6 +7,7 @@ themselves, which must stay near one parameter's size whatever the model's.
 """
 
 import dataclasses
+import os
 import subprocess
 import threading
 from pathlib import Path
@@ -14,12 +15,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from mimo_jax.checkpoint import name_map
 from mimo_jax.checkpoint.hf_target import load_target, open_target, target_leaves
 from mimo_jax.checkpoint.hf_target_config import target_config_to_json
 from mimo_jax.config import GLOBAL, AttentionConfig, TargetConfig
+from mimo_jax.sharding import DECODE, make_mesh
 from mimo_jax.timing import Stopwatch
 
 NUM_DEVICES = 8
@@ -96,21 +97,47 @@ class _PeakMemory:
 
 @dataclasses.dataclass(frozen=True)
 class LoadFigures:
-    """What one run measured; the rates are of warm files unless the page cache is too small."""
+    """What one run measured.
+
+    Attributes:
+      file_bytes: Of all files.
+      cold: Rates with the files dropped from the system's cache before each reading.
+      warm: Rates with the files in memory, if there is room for them.
+      largest_parameter_bytes: Of one parameter.
+      host_bytes_beyond_parameters: Peak of this process's own memory minus the parameters.
+    """
 
     file_bytes: int
-    load_bytes_per_s: float
-    dd_bytes_per_s: float
+    cold: "Rates"
+    warm: "Rates"
     largest_parameter_bytes: int
     host_bytes_beyond_parameters: int
 
-    @property
-    def ratio(self) -> float:
-        return self.load_bytes_per_s / self.dd_bytes_per_s
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Medians over the rounds of one state of the cache; ratio is that of the pairs, in turn."""
+
+    load_bytes_per_s: float
+    dd_bytes_per_s: float
+    ratio: float
+
+
+def _drop_from_cache(files: list[Path]) -> None:
+    for file in files:
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _dd(files: list[Path]) -> None:
+    for file in files:
+        command = ["dd", f"if={file}", "of=/dev/null", "bs=4M"]
+        subprocess.run(command, check=True, capture_output=True)
 
 
 def measure_load(directory: Path, rounds: int = 3) -> LoadFigures:
-    """Reads the checkpoint into 8 devices, in turn with dd; medians over rounds.
+    """Reads the checkpoint into 8 devices, in turn with dd, from a cold cache and from a warm one.
 
     Raises:
       ValueError: If there are not 8 devices.
@@ -119,36 +146,36 @@ def measure_load(directory: Path, rounds: int = 3) -> LoadFigures:
         raise ValueError(
             f"{len(jax.devices())} devices; start with jax_num_cpu_devices={NUM_DEVICES}"
         )
-    mesh = jax.make_mesh((NUM_DEVICES,), ("model",))
+    mesh = make_mesh(DECODE, (1, NUM_DEVICES))
     files = sorted(directory.glob("*.safetensors"))
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def sharding_of(name: str) -> NamedSharding:
-        axis = [i for i, size in enumerate(shapes[name]) if size % NUM_DEVICES == 0][-1:]
-        spec = ["model" if i in axis else None for i in range(len(shapes[name]))]
-        return NamedSharding(mesh, PartitionSpec(*spec))
-
     leaves = target_leaves(open_target(directory)[0])
-    shapes |= {leaf.name: leaf.shape for leaf in leaves}
-    load_s, dd_s, beyond = [], [], []
     total = sum(int(np.prod(leaf.shape)) for leaf in leaves) * 2
-    for _ in range(rounds):
-        with Stopwatch() as watch:
-            for file in files:
-                subprocess.run(
-                    ["dd", f"if={file}", "of=/dev/null", "bs=4M"], check=True, capture_output=True
-                )
-        dd_s.append(watch.elapsed_s)
-        with _PeakMemory() as memory, Stopwatch() as watch:
-            loaded = load_target(directory, sharding_of=sharding_of)
-        load_s.append(watch.elapsed_s)
-        beyond.append(memory.peak_bytes - memory.start_bytes - total)
-        del loaded
     file_bytes = sum(file.stat().st_size for file in files)
+    beyond, rates = [], {}
+    for state in ("cold", "warm"):
+        load_s, dd_s = [], []
+        for _ in range(rounds):
+            if state == "cold":
+                _drop_from_cache(files)
+            with Stopwatch() as watch:
+                _dd(files)
+            dd_s.append(watch.elapsed_s)
+            if state == "cold":
+                _drop_from_cache(files)
+            with _PeakMemory() as memory, Stopwatch() as watch:
+                loaded = load_target(directory, mesh=mesh, is_transposed=True)
+            load_s.append(watch.elapsed_s)
+            beyond.append(memory.peak_bytes - memory.start_bytes - total)
+            del loaded
+        rates[state] = Rates(
+            load_bytes_per_s=file_bytes / float(np.median(load_s)),
+            dd_bytes_per_s=file_bytes / float(np.median(dd_s)),
+            ratio=float(np.median(np.divide(dd_s, load_s))),
+        )
     return LoadFigures(
         file_bytes=file_bytes,
-        load_bytes_per_s=file_bytes / float(np.median(load_s)),
-        dd_bytes_per_s=file_bytes / float(np.median(dd_s)),
+        cold=rates["cold"],
+        warm=rates["warm"],
         largest_parameter_bytes=max(int(np.prod(leaf.shape)) for leaf in leaves) * 2,
         host_bytes_beyond_parameters=int(max(beyond)),
     )

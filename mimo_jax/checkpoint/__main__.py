@@ -22,6 +22,8 @@ class Inspect:
     """Directory with config.json and safetensors (a drafter in dflash/ is looked at too)."""
     qkv_layout: QkvLayout | None = None
     """How a fused qkv is stored, where it is not as the published files; see the docs of load."""
+    devices: int = 1
+    """Devices that the model would be cut over: what of each tensor one of them would hold."""
     all: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """One line per tensor instead of one per parameter part (experts folded)."""
     json: Path | None = None
@@ -92,22 +94,28 @@ def run_inspect(arguments: Inspect, console: Console) -> int:
     """Prints the table and the verdict; 1 if the checkpoint would not load."""
     from mimo_jax.checkpoint.audit import audit, fold_experts
 
-    audits = audit(arguments.checkpoint, qkv_layout=arguments.qkv_layout)
+    if arguments.devices < 1:
+        raise ValueError(f"--devices {arguments.devices} is out of range; allowed: >= 1")
+    audits = audit(
+        arguments.checkpoint, qkv_layout=arguments.qkv_layout, num_devices=arguments.devices
+    )
     for part, result in audits.items():
         table = Table(title=f"{part}: {arguments.checkpoint}", title_justify="left")
         for column in ("key", "file", "dtype", "shape", "goes to"):
             table.add_column(column, overflow="fold")
         table.add_column("tensors", justify="right")
         table.add_column("bytes", justify="right")
+        table.add_column("bytes per device", justify="right")
         rows = [(e, 1) for e in result.entries] if arguments.all else fold_experts(result.entries)
         for entry, count in rows:
             shape = "x".join(str(size) for size in entry.shape)
             table.add_row(
                 entry.key, entry.file, entry.dtype, shape, entry.goes_to, str(count),
-                f"{entry.num_bytes:,}",
+                f"{entry.num_bytes:,}", f"{entry.device_bytes:,}",
             )
         console.print(table)
-        console.print(f"{part}: {len(result.entries):,} tensors, {result.num_bytes:,} bytes")
+        console.print(f"{part}: {len(result.entries):,} tensors, {result.num_bytes:,} bytes, "
+                      f"{result.device_bytes:,} per device")
     for part, result in audits.items():
         verdict = "would load" if result.problem is None else result.problem
         console.print(f"{part}: {verdict}", soft_wrap=True, markup=False)

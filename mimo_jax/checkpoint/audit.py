@@ -4,10 +4,13 @@ No weight is touched, so a headers-only copy of a 570 GB checkpoint is audited l
 """
 
 import dataclasses
+import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from flax import nnx
 
 from mimo_jax.checkpoint import name_map
 from mimo_jax.checkpoint.decoded import QKV_PARTS, DecodedTensors
@@ -31,6 +34,12 @@ from mimo_jax.checkpoint.json_config import read_json
 from mimo_jax.checkpoint.name_map import Leaf
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError, SafetensorsDir
 from mimo_jax.config import ConfigError, TargetConfig
+from mimo_jax.models.cut import cut_shapes, drafter_part, target_part
+from mimo_jax.models.drafter import Drafter
+from mimo_jax.models.mtp import MtpHead, mtp_layer_config
+from mimo_jax.models.params import abstract, flatten, partition_specs
+from mimo_jax.models.target import Target
+from mimo_jax.sharding import DATA, DECODE, MODEL, part_shape
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -46,6 +55,7 @@ class Entry:
       shape: As stored.
       goes_to: Parameter it is part of, or why it is left out.
       num_bytes: As stored.
+      device_bytes: Of one device's part, as stored; 0 where it is left out.
     """
 
     key: str
@@ -54,6 +64,7 @@ class Entry:
     shape: tuple[int, ...]
     goes_to: str
     num_bytes: int
+    device_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +82,31 @@ class Audit:
     @property
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self.entries)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(entry.device_bytes for entry in self.entries)
+
+
+def _shares(make_module: Callable, config, num_devices: int, part: str = "") -> dict[str, float]:
+    """Parameter name -> share of it that one device holds; KV heads may be repeated."""
+    _, shapes = abstract(make_module)
+    sizes = {DATA: 1, MODEL: num_devices}
+    cut = flatten(cut_shapes(shapes, config, num_devices))
+    specs = flatten(partition_specs(cut_shapes(shapes, config, num_devices), DECODE, sizes))
+    return {
+        part + name: math.prod(part_shape(cut[name].shape, specs[name], sizes))
+        / math.prod(whole.shape)
+        for name, whole in flatten(shapes).items()
+    }
+
+
+def _with_device_bytes(entries: Iterable[Entry], shares: dict[str, float]) -> tuple[Entry, ...]:
+    share_of = lambda entry: shares.get(entry.goes_to.removesuffix(" (scale)"), 0.0)
+    return tuple(
+        dataclasses.replace(entry, device_bytes=round(entry.num_bytes * share_of(entry)))
+        for entry in entries
+    )
 
 
 def _entries(tensors: SafetensorsDir, goes_to: dict[str, str], prefix: str = "") -> list[Entry]:
@@ -118,8 +154,15 @@ def _check_target(config: TargetConfig, tensors: DecodedTensors) -> None:
         name_map.check_leaves(tensors, mtp_leaves(config, i), is_ignored=others)
 
 
-def audit_target(directory: str | os.PathLike, *, qkv_layout: str | None = None) -> Audit:
+def audit_target(
+    directory: str | os.PathLike, *, qkv_layout: str | None = None, num_devices: int = 1
+) -> Audit:
     """Audits a target and its MTP heads; never raises for what it finds in the directory.
+
+    Args:
+      directory: Of the target.
+      qkv_layout: See `open_target`.
+      num_devices: Devices of a decode mesh that the model would be cut over.
 
     Example: pro-tiny -> 531 entries, problem None.
     """
@@ -130,12 +173,19 @@ def audit_target(directory: str | os.PathLike, *, qkv_layout: str | None = None)
     entries = tuple(_entries(tensors.tensors, _target_places(config, tensors)))
     try:
         _check_target(config, tensors)
-    except CheckpointError as error:
+        target_part(config, num_devices)
+        shares = _shares(lambda: Target(config, rngs=nnx.Rngs(0)), config, num_devices)
+        for i in range(num_mtp_layers(tensors.tensors)):
+            make = lambda: MtpHead(config, rngs=nnx.Rngs(0))
+            shares |= _shares(make, mtp_layer_config(config), num_devices, f"mtp.{i}.")
+    except (CheckpointError, ConfigError) as error:
         return Audit(entries, str(error))
-    return Audit(entries, None)
+    return Audit(_with_device_bytes(entries, shares), None)
 
 
-def audit_drafter(directory: str | os.PathLike, target: TargetConfig | None = None) -> Audit:
+def audit_drafter(
+    directory: str | os.PathLike, target: TargetConfig | None = None, *, num_devices: int = 1
+) -> Audit:
     """Audits a drafter and, when a target is given, whether the two fit."""
     directory = Path(directory)
     entries: tuple[Entry, ...] = ()
@@ -155,20 +205,27 @@ def audit_drafter(directory: str | os.PathLike, target: TargetConfig | None = No
         name_map.check_leaves(tensors, drafter_leaves(config), prefix="model.")
         if target is not None:
             config.check_fits(target)
+        config = dataclasses.replace(config, has_mask_embedding=mask is not None)
+        drafter_part(config, num_devices)
+        make = lambda: Drafter(config, rngs=nnx.Rngs(0))
+        entries = _with_device_bytes(entries, _shares(make, config, num_devices, "drafter."))
     except (CheckpointError, ConfigError) as error:
         return Audit(entries, str(error))
     return Audit(entries, None)
 
 
-def audit(directory: str | os.PathLike, *, qkv_layout: str | None = None) -> dict[str, Audit]:
+def audit(
+    directory: str | os.PathLike, *, qkv_layout: str | None = None, num_devices: int = 1
+) -> dict[str, Audit]:
     """Audits of a directory: "target", and "drafter" if it holds one in dflash/."""
-    audits = {"target": audit_target(directory, qkv_layout=qkv_layout)}
+    layout = {"qkv_layout": qkv_layout, "num_devices": num_devices}
+    audits = {"target": audit_target(directory, **layout)}
     drafter = find_drafter(directory)
     if drafter is not None:
         target = None
         if audits["target"].problem is None:
             target = open_target(directory, qkv_layout=qkv_layout)[0]
-        audits["drafter"] = audit_drafter(drafter, target)
+        audits["drafter"] = audit_drafter(drafter, target, num_devices=num_devices)
     return audits
 
 
@@ -185,7 +242,12 @@ def fold_experts(entries: Iterable[Entry]) -> list[tuple[Entry, int]]:
     for (key, *_), group in folded.items():
         files = sorted({entry.file for entry in group})
         file = files[0] if len(files) == 1 else f"{files[0]} .. {files[-1]}"
-        num_bytes = sum(entry.num_bytes for entry in group)
-        rows.append((dataclasses.replace(group[0], key=key, file=file, num_bytes=num_bytes),
-                     len(group)))
+        folded_entry = dataclasses.replace(
+            group[0],
+            key=key,
+            file=file,
+            num_bytes=sum(entry.num_bytes for entry in group),
+            device_bytes=sum(entry.device_bytes for entry in group),
+        )
+        rows.append((folded_entry, len(group)))
     return rows

@@ -17,10 +17,12 @@ import dataclasses
 import os
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from flax import nnx
+from jax.sharding import Mesh
 
 from mimo_jax.checkpoint import name_map
 from mimo_jax.checkpoint.hf_target_config import LAYER_TYPES
@@ -33,12 +35,13 @@ from mimo_jax.checkpoint.json_config import (
     rope_to_json,
     rotary_factor,
 )
+from mimo_jax.checkpoint.layout import memory_layout
 from mimo_jax.checkpoint.name_map import Leaf
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError, SafetensorsDir
 from mimo_jax.checkpoint.torch_file import read_torch_file
 from mimo_jax.config import SLIDING, AttentionConfig, ConfigError, DrafterConfig
 from mimo_jax.models.drafter import Drafter
-from mimo_jax.models.params import abstract, flatten, unflatten
+from mimo_jax.models.params import flatten, unflatten
 
 MASK_EMBEDDING = "mask_embedding"
 _LAYER_TYPE = {True: "sliding_attention", False: "full_attention"}
@@ -180,12 +183,20 @@ def drafter_leaves(config: DrafterConfig) -> list[Leaf]:
     return leaves
 
 
-def load_drafter(directory: str | os.PathLike, dtype=None):
+def load_drafter(
+    directory: str | os.PathLike,
+    dtype=None,
+    *,
+    mesh: Mesh | None = None,
+    is_transposed: bool = False,
+):
     """A drafter from a published checkpoint directory.
 
     Args:
       directory: Holds config.json and the safetensors.
       dtype: Of the parameters; default: that of the fusion matrix in the file.
+      mesh: As `hf_target.load_target`.
+      is_transposed: As `hf_target.load_target`.
 
     Returns:
       (DrafterConfig, graph, params) as `models.params.split` gives them.
@@ -200,12 +211,24 @@ def load_drafter(directory: str | os.PathLike, dtype=None):
     tensors = SafetensorsDir(directory, ignore_files=(MASK_EMBEDDING + ".safetensors",))
     if dtype is None:
         dtype = tensors.dtype("model.fc.weight" if "model.fc.weight" in tensors else "fc.weight")
-    flat = name_map.read_leaves(tensors, drafter_leaves(config), dtype, prefix="model.")
+    leaves = drafter_leaves(config)
     if mask_embedding is not None:
         config = dataclasses.replace(config, has_mask_embedding=True)
-        flat["mask_embedding"] = jnp.array(mask_embedding, dtype)
-    graph, like = abstract(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype))
-    return config, graph, unflatten(like, flat)
+    make = lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype)
+    layout = memory_layout(make, config, mesh=mesh, is_transposed=is_transposed)
+    flat = name_map.read_leaves(
+        tensors,
+        leaves,
+        dtype,
+        prefix="model.",
+        lay_out=layout.lay_out,
+        sharding_of=layout.sharding_of,
+    )
+    if mask_embedding is not None:
+        vector = jnp.array(mask_embedding, dtype)
+        place = layout.sharding_of and layout.sharding_of("mask_embedding")
+        flat["mask_embedding"] = jax.device_put(vector, place)
+    return config, layout.graph, unflatten(layout.like, flat)
 
 
 def read_mask_embedding(directory: Path, config: DrafterConfig) -> np.ndarray | None:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh
 
 from mimo_jax.checkpoint import name_map
 from mimo_jax.checkpoint.decoded import PLAIN, QKV_LAYOUTS, DecodedTensors, QkvLayout
 from mimo_jax.checkpoint.hf_target_config import target_config_from_json, target_config_to_json
 from mimo_jax.checkpoint.json_config import read_json
+from mimo_jax.checkpoint.layout import memory_layout
 from mimo_jax.checkpoint.name_map import FLOAT32, Leaf
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError, SafetensorsDir
 from mimo_jax.config import SLIDING, TargetConfig
@@ -197,7 +198,8 @@ def load_target(
     dtype=None,
     *,
     qkv_layout: str | None = None,
-    sharding_of: Callable[[str], NamedSharding] | None = None,
+    mesh: Mesh | None = None,
+    is_transposed: bool = False,
     on_progress: Callable[[int, int], object] = lambda done_bytes, total_bytes: None,
 ):
     """A target from a published checkpoint directory.
@@ -209,28 +211,33 @@ def load_target(
       dtype: Of the parameters; default: that of the embedding in the file. The router and its
         bias are float32 always.
       qkv_layout: See `open_target`.
-      sharding_of: Parameter name -> NamedSharding; None = the default device.
+      mesh: Of `sharding.DECODE`: every device's part is read directly; None = the default device.
+      is_transposed: Keep matrices [out, in] as the files have them; see `layers/linear.py`.
       on_progress: Called after each parameter with (bytes so far, bytes in all).
 
     Returns:
-      (TargetConfig, graph, params) as `models.params.split` gives them.
+      (TargetConfig, graph, params) as `models.params.split` gives them; on a mesh the graph is
+      that of one device's part.
 
     Raises:
       CheckpointError: One line naming file and key.
+      ConfigError: If an axis does not divide over the mesh.
     """
     config, tensors = open_target(directory, qkv_layout=qkv_layout)
     if dtype is None and "model.embed_tokens.weight" in tensors:
         dtype = tensors.dtype("model.embed_tokens.weight")
+    make = lambda: Target(config, rngs=nnx.Rngs(0), dtype=dtype)
+    layout = memory_layout(make, config, mesh=mesh, is_transposed=is_transposed)
     flat = name_map.read_leaves(
         tensors,
         target_leaves(config),
         dtype,
         is_ignored=lambda name: is_ignored(config, name),
-        sharding_of=sharding_of,
+        lay_out=layout.lay_out,
+        sharding_of=layout.sharding_of,
         on_progress=on_progress,
     )
-    graph, like = abstract(lambda: Target(config, rngs=nnx.Rngs(0), dtype=dtype))
-    return config, graph, unflatten(like, flat)
+    return config, layout.graph, unflatten(layout.like, flat)
 
 
 def load_mtp_heads(directory: str | os.PathLike, dtype=None, *, qkv_layout: str | None = None):

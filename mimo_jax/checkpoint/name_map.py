@@ -24,7 +24,7 @@ import numpy as np
 import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mimo_jax.checkpoint.safetensors_reader import CheckpointError, nearest
+from mimo_jax.checkpoint.safetensors_reader import CheckpointError, aligned_empty, nearest
 from pallas_kernels.formats import MX_GROUP_LEN
 
 _BYTE_DTYPES = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e8m0fnu))
@@ -43,6 +43,8 @@ class Leaf:
       num_stacked: Experts in the stack; 0 = no stack.
       stack_axis: Where the experts' axis stands in the parameter, 0 or 1.
       is_plain: Copied as it stands instead of transposed.
+      is_turned: Whether a matrix is [in, out] in memory; False keeps the order of the file.
+      offsets: First row of each part within its tensor, where parts are pieces; () = all 0.
       dtype: Of its own whatever the dtype of the model: float32 for the router and its bias, uint8
         for packed experts; None = the model's.
     """
@@ -53,6 +55,8 @@ class Leaf:
     num_stacked: int = 0
     stack_axis: int = 0
     is_plain: bool = False
+    is_turned: bool = True
+    offsets: tuple[int, ...] = ()
     dtype: np.dtype | None = None
 
     @property
@@ -68,7 +72,7 @@ class Leaf:
     def axes(self) -> tuple[int, ...]:
         """Axis of the stored shape that each axis of the parameter is."""
         rank = len(self.stored_shape)
-        if self.is_plain:
+        if self.is_plain or not (self.is_turned or self.num_stacked):
             return tuple(range(rank))
         if not self.num_stacked:
             return (1, 0)
@@ -80,6 +84,35 @@ class Leaf:
 
     def source_shape(self, source_idx: int) -> tuple[int, ...]:
         return self.shapes[source_idx % len(self.shapes)]
+
+    def in_file_order(self) -> "Leaf":
+        """The same matrix as the file has it, [out, in]; stacks and the router stay as they are."""
+        is_projection = not self.is_plain and not self.num_stacked and self.dtype is None
+        return dataclasses.replace(self, is_turned=False) if is_projection else self
+
+    def in_rows(self, order: np.ndarray) -> "Leaf":
+        """The same matrix with its rows in this order, rows of the file repeated where asked.
+
+        Args:
+          order: Row numbers over all parts side by side.
+
+        Example: parts q of 4 rows and k of 1, order 0, 1, 4, 2, 3, 4 -> pieces q[0:2], k[0:1],
+          q[2:4], k[0:1].
+        """
+        heights = [rows for rows, _ in self.shapes]
+        part_of = np.repeat(np.arange(len(heights)), heights)
+        row_in_part = np.concatenate([np.arange(rows) for rows in heights])
+        part, row = part_of[order], row_in_part[order]
+        is_start = np.ones(len(order), bool)
+        is_start[1:] = (np.diff(part) != 0) | (np.diff(row) != 1)
+        starts = np.flatnonzero(is_start)
+        lengths = np.diff(np.append(starts, len(order)))
+        return dataclasses.replace(
+            self,
+            sources=tuple(self.sources[part[i]] for i in starts),
+            shapes=tuple((int(n), self.shapes[0][1]) for n in lengths),
+            offsets=tuple(int(row[i]) for i in starts),
+        )
 
     def _slot(self, source_idx: int) -> tuple[int | slice, ...]:
         """Index of one source in the stored shape."""
@@ -106,11 +139,20 @@ class Leaf:
         places = []
         for source_idx, source in enumerate(self.sources):
             place, region = _overlap(self._slot(source_idx), sizes, wanted)
-            if place is not None:
-                places.append((place, source, region))
-        if len(places) == 1 and len(self.sources) == 1:  # then it is the file itself, not copied
-            return np.asarray(get(places[0][1], places[0][2]), dtype)
-        value = np.zeros([len(part) for part in wanted], dtype)
+            if place is None or region is None:
+                continue
+            if self.offsets:
+                offset, rows = self.offsets[source_idx], region[0]
+                region = (slice(rows.start + offset, rows.stop + offset), *region[1:])
+            places.append((place, source, region))
+        if len(places) == 1 and len(self.sources) == 1:
+            whole = get(*places[0][1:])
+            if whole.flags.writeable and whole.dtype == dtype:  # its own memory, not the file's
+                return whole
+            return _copy_aligned(whole, dtype)
+        value = aligned_empty([len(part) for part in wanted], dtype)
+        if not self.sources:
+            value[...] = 0
         for place, source, region in places:
             value[place] = get(source, region)
         return value
@@ -119,6 +161,12 @@ class Leaf:
         """One source from the parameter, as the file holds it."""
         stored = np.transpose(value, np.argsort(self.axes))
         return stored[self._slot(source_idx)]
+
+
+def _copy_aligned(view: np.ndarray, dtype) -> np.ndarray:
+    out = aligned_empty(view.shape, dtype)
+    out[...] = view
+    return out
 
 
 def _overlap(slot: tuple, shape: tuple[int, ...], wanted: list[range]):
@@ -228,6 +276,7 @@ def read_leaves(
     *,
     is_ignored=lambda name: False,
     prefix: str = "",
+    lay_out: Callable[[Leaf], Leaf] = lambda leaf: leaf,
     sharding_of: Callable[[str], NamedSharding] | None = None,
     on_progress: Callable[[int, int], object] = lambda done_bytes, total_bytes: None,
 ) -> dict[str, jax.Array]:
@@ -241,6 +290,7 @@ def read_leaves(
       dtype: Of all parameters that are not float32 by declaration.
       is_ignored: Whether a tensor that no leaf wants is expected all the same.
       prefix: May stand before any tensor name.
+      lay_out: Leaf -> the leaf as it shall be in memory: other row order, or not turned.
       sharding_of: Parameter name -> NamedSharding; None = the default device.
       on_progress: Called after each parameter with (bytes so far, bytes in all).
 
@@ -249,6 +299,7 @@ def read_leaves(
         needed (or no bytes where they are), or has no place in the model.
     """
     alias = check_leaves(tensors, leaves, is_ignored=is_ignored, prefix=prefix)
+    leaves = [lay_out(leaf) for leaf in leaves]
     get = lambda source, region: tensors.get(alias[source], region)
     size_of = lambda leaf: math.prod(leaf.shape) * (leaf.dtype or np.dtype(dtype)).itemsize
     total_bytes, done_bytes = sum(map(size_of, leaves)), 0
@@ -289,7 +340,7 @@ def _stored_sharding(sharding: NamedSharding, axes: tuple[int, ...]) -> NamedSha
 def _arrange(stored: jax.Array, axes: tuple[int, ...], dtype: np.dtype, sharding) -> jax.Array:
     """The parameter from its stored form, on the device: a host transposes 1 GB/s at best."""
     if axes == tuple(range(len(axes))) and stored.dtype == dtype:
-        return jnp.array(stored)  # its own memory: the source may be the mapped file
+        return stored
     arrange = lambda x: jnp.transpose(x, axes).astype(dtype)
     return jax.jit(arrange, out_shardings=sharding)(stored)
 

@@ -2,7 +2,10 @@
 
 Opening a directory reads every header and checks it completely: a truncated download, a missing
 shard or a damaged header is an error before any weight is used. Bytes of tensors are touched only
-by `get`.
+by `get`: large contiguous pieces by reading into fresh memory, all else as views of the mapped
+file. Copying out of a mapping takes a page fault per 64 KB, which a virtual machine pays dearly:
+0.5-0.9 GB/s against 3.3 for one reading thread and 5 for several, of files in memory (AMD Zen 4,
+2 cores, 2026-11-30). Where a mapping is used, its pages are asked for in one call first.
 
 Rejected: the library's NumPy loader, which knows no FP8 and no E8M0. Its own checks are repeated
 here because damaged files must give one line that names the file and the key.
@@ -17,6 +20,8 @@ import math
 import mmap
 import os
 import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ml_dtypes
@@ -44,6 +49,9 @@ DTYPES = {
 # The published library refuses longer headers too.
 MAX_HEADER_BYTES = 100_000_000
 _MAX_COMPARED = 2000
+_MIN_READ_BYTES = 1 << 20  # smaller pieces are views
+_READ_PIECE_BYTES = 8 << 20  # per thread and call
+_MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 _MAX_RANK = 32
 _MAX_DIM = 2**40
 _SHARD_NAME = re.compile(r"^(.*)-(\d+)-of-(\d+)\.safetensors$")
@@ -51,6 +59,14 @@ _SHARD_NAME = re.compile(r"^(.*)-(\d+)-of-(\d+)\.safetensors$")
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be trusted or is not supported; one line, naming file and key."""
+
+
+def aligned_empty(shape: Sequence[int], dtype) -> np.ndarray:
+    """An array that XLA:CPU takes over as it is: it copies what is not aligned to 64 bytes."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    buffer = np.empty(num_bytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def nearest(name: str, names) -> str:
@@ -206,6 +222,7 @@ class SafetensorsDir:
         self._file_of: dict[str, Path] = {}
         self._data_start: dict[Path, int] = {}
         self._maps: dict[Path, mmap.mmap] = {}
+        self._mapped_in = ""  # the tensor whose pages were asked for last
         if not self.path.exists():
             raise CheckpointError(f"{self.path}: no such file or directory")
         weight_map = None
@@ -311,16 +328,23 @@ class SafetensorsDir:
 
     def prefetch(self, name: str) -> None:
         """Asks the system to read a tensor's bytes in the background."""
+        first, length = self._page_range(name)
+        if length and hasattr(mmap, "MADV_WILLNEED"):
+            self._map(self._file_of[name]).madvise(mmap.MADV_WILLNEED, first, length)
+
+    def _page_range(self, name: str) -> tuple[int, int]:
+        """Start of a tensor's first page in its file, and the bytes from there to its end."""
         entry = self._entry(name)
-        file = self._file_of[name]
-        begin = self._data_start[file] + entry.begin
+        begin = self._data_start[self._file_of[name]] + entry.begin
         first = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        if entry.end > entry.begin and hasattr(mmap, "MADV_WILLNEED"):
-            length = begin + entry.end - entry.begin - first
-            self._map(file).madvise(mmap.MADV_WILLNEED, first, length)
+        return first, begin + entry.end - entry.begin - first if entry.end > entry.begin else 0
 
     def get(self, name: str, region: tuple[slice, ...] = ()) -> np.ndarray:
-        """One tensor, or a region of it, as a read-only view of the mapped file."""
+        """One tensor, or a region of it: its own memory, or a read-only view of the mapped file.
+
+        Raises:
+          CheckpointError: If the file has become shorter since it was opened.
+        """
         entry = self._entry(name)
         if entry.begin == entry.end:
             empty = np.zeros(entry.shape, entry.dtype)
@@ -328,4 +352,40 @@ class SafetensorsDir:
         file = self._file_of[name]
         offset = self._data_start[file] + entry.begin
         array = np.ndarray(entry.shape, entry.dtype, buffer=self._map(file), offset=offset)
-        return array[region] if region else array
+        part = array[region] if region else array
+        if part.nbytes < _MIN_READ_BYTES:
+            return part
+        if not part.flags.c_contiguous:
+            self._map_in(name)
+            return part
+        out = aligned_empty(part.shape, part.dtype)
+        first = part.ctypes.data - array.ctypes.data
+        self._read(file, offset + first, out)
+        return out
+
+    def _map_in(self, name: str) -> None:
+        """Has the pages of a tensor mapped at once; parts of one tensor are read in turn."""
+        if name == self._mapped_in:
+            return
+        self._mapped_in = name
+        first, length = self._page_range(name)
+        try:
+            self._map(self._file_of[name]).madvise(_MADV_POPULATE_READ, first, length)
+        except (OSError, AttributeError):  # Linux before 5.14, or another system
+            return
+
+    def _read(self, file: Path, offset: int, out: np.ndarray) -> None:
+        """Fills an array from a file, several pieces at once: one thread reads 3 GB/s at best."""
+        target = out.reshape(-1).view(np.uint8)
+        starts = range(0, target.size, _READ_PIECE_BYTES)
+        with file.open("rb") as handle, ThreadPoolExecutor(min(4, len(starts))) as pool:
+
+            def read(start: int) -> None:
+                view = memoryview(target[start : start + _READ_PIECE_BYTES])
+                while view:
+                    count = os.preadv(handle.fileno(), [view], offset + start)
+                    if count == 0:
+                        raise CheckpointError(f"{file}: has become shorter while it was read")
+                    view, start = view[count:], start + count
+
+            list(pool.map(read, starts))

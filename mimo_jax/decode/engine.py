@@ -72,6 +72,11 @@ class Request:
 _CACHE_BYTES = 64 << 20
 
 
+def prefers_transposed(num_bytes: int) -> bool:
+    """Whether matrices of a model of this size are read fastest as [out, in] on this platform."""
+    return jax.default_backend() == "cpu" and num_bytes >= _CACHE_BYTES
+
+
 def lay_out_for_decode[Config: (TargetConfig, DrafterConfig)](
     model: Model[Config],
 ) -> Model[Config]:
@@ -81,9 +86,9 @@ def lay_out_for_decode[Config: (TargetConfig, DrafterConfig)](
     are returned as they are. Engines do this themselves; do it once and drop the original where
     several engines share a large model.
     """
-    if model.mesh is not None or jax.default_backend() != "cpu":
+    if model.mesh is not None:
         return model
-    if sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)) < _CACHE_BYTES:
+    if not prefers_transposed(sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))):
         return model
     return Model(model.config, *transpose_weights(model.graph, model.params))
 

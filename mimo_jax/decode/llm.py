@@ -22,13 +22,20 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from mimo_jax.checkpoint.hf_drafter import find_drafter, load_drafter
 from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.checkpoint.json_config import read_json
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError
 from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
-from mimo_jax.decode.engine import LENGTH_BUCKET, Engine, Request, lay_out_for_decode
+from mimo_jax.decode.engine import (
+    LENGTH_BUCKET,
+    Engine,
+    Request,
+    lay_out_for_decode,
+    prefers_transposed,
+)
 from mimo_jax.decode.jobs import Job, Output, run_jobs, stream_job
 from mimo_jax.decode.params import SamplingParams
 from mimo_jax.decode.placement import Model
@@ -150,6 +157,7 @@ class LLM:
         drafter: str | Path | None = "auto",
         dtype: str = "float32",
         *,
+        mesh: Mesh | None = None,
         qkv_layout: str | None = None,
         on_progress: Callable[[int, int], object] = lambda done_bytes, total_bytes: None,
     ) -> "LLM":
@@ -161,27 +169,35 @@ class LLM:
           drafter: "auto" takes the drafter in checkpoint_dir/dflash if there is one; None decodes
             plainly; else the directory of a drafter.
           dtype: Of weights and caches, "float32" or "bfloat16" (slow on CPUs, see the module).
+          mesh: Devices to cut the models over, from `make_mesh(DECODE, (1, 8))` or the like; every
+            device's part is read directly. None = one device.
           qkv_layout: "plain" for MiMo files re-exported with a fused qkv of rows [Q; K; V], which
             nothing in them tells apart from the published ones; see `hf_target.open_target`.
           on_progress: Called as parameters are read, with (bytes so far, bytes in all).
 
         Raises:
           CheckpointError: Naming file and key of whatever cannot be used.
-          ConfigError: If the drafter was made for another target, or dtype is unknown.
+          ConfigError: If the drafter was made for another target, dtype is unknown, or an axis
+            does not divide over the mesh.
         """
         if dtype not in DTYPES:
             raise ConfigError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
         directory = Path(checkpoint_dir)
+        file_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+        place: dict[str, Any] = {"mesh": mesh, "is_transposed": prefers_transposed(file_bytes)}
         config, graph, params = load_target(
-            directory, DTYPES[dtype], qkv_layout=qkv_layout, on_progress=on_progress
+            directory, DTYPES[dtype], qkv_layout=qkv_layout, on_progress=on_progress, **place
         )
         drafter_dir = find_drafter(directory) if drafter == "auto" else drafter
         tokenizer = read_tokenizer(directory, config.vocab_size)
         if drafter_dir is not None:
             check_same_tokenizer(tokenizer, Path(drafter_dir))
+        drafter_model = None
+        if drafter_dir is not None:
+            drafter_model = Model(*load_drafter(drafter_dir, DTYPES[dtype], **place), mesh)
         return cls(
-            Model(config, graph, params),
-            None if drafter_dir is None else Model(*load_drafter(drafter_dir, DTYPES[dtype])),
+            Model(config, graph, params, mesh),
+            drafter_model,
             tokenizer=tokenizer,
             stop_ids=read_stop_ids(directory, config.vocab_size),
             directory=directory,

@@ -5,6 +5,7 @@ the pytree and `nnx.merge` inside the trace (nnx.jit costs 4 ms a call at 120 le
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +44,14 @@ def abstract(make_module):
     return nnx.split(nnx.eval_shape(make_module))
 
 
-def flatten(params) -> dict[str, jax.Array]:
-    """Pytree of a model -> {"layers.0.w_qkv": array}, sorted by name."""
+def flatten(params) -> dict[str, Any]:
+    """Pytree of a model -> {"layers.0.w_qkv": array}, sorted by name.
+
+    Leaves may be anything that stands in an array's place: shapes, specs, shardings.
+    """
     flat = {}
     for path, leaf in nnx.to_flat_state(params):
-        flat[".".join(str(part) for part in path)] = leaf[...]
+        flat[".".join(str(part) for part in path)] = leaf.get_value()
     return dict(sorted(flat.items()))
 
 
@@ -106,6 +110,8 @@ def named_shardings(params, rules: AxisRules, mesh: Mesh):
 def transpose_weights(graph, params):
     """(graph, params) with every matrix stored [out, in]; for models larger than the cache.
 
+    Parameters may be shapes (jax.ShapeDtypeStruct).
+
     The module's `is_transposed` tells its forward. Embeddings and expert stacks are stored that
     way already and stay. Each matrix is copied once; the given params may be dropped.
 
@@ -117,8 +123,12 @@ def transpose_weights(graph, params):
     module.is_transposed = True
     for holder in (module, *module.layers):
         for name, leaf in list(vars(holder).items()):
-            is_matrix = isinstance(leaf, nnx.Param) and leaf[...].ndim == 2
+            is_matrix = isinstance(leaf, nnx.Param) and len(leaf.shape) == 2
             if is_matrix and name not in ("embedding", "w_router"):
-                axes = leaf.get_metadata("logical_axes")[::-1]
-                setattr(holder, name, nnx.Param(leaf[...].T, logical_axes=axes))
+                axes, value = leaf.get_metadata("logical_axes")[::-1], leaf.get_value()
+                if isinstance(value, jax.ShapeDtypeStruct):
+                    turned = jax.ShapeDtypeStruct(value.shape[::-1], value.dtype)
+                else:
+                    turned = value.T
+                setattr(holder, name, nnx.Param(turned, logical_axes=axes))
     return nnx.split(module)

@@ -49,6 +49,19 @@ def test_inspect_prints_a_table_and_a_verdict(tmp_path, capsys):
     assert "[12, 2], expected [9, 2]" in " ".join(capsys.readouterr().out.split())
 
 
+def test_inspect_counts_the_bytes_of_one_device(tmp_path, capsys):
+    """Two devices hold half of everything that is cut, and all of norms and router."""
+    assert main(["inspect", str(PRO), "--devices", "2", "--json", str(tmp_path / "r.json")]) == 0
+    entries = json.loads((tmp_path / "r.json").read_text())["target"]["entries"]
+    share = {e["key"]: e["device_bytes"] / e["num_bytes"] for e in entries}
+    assert share["model.layers.1.self_attn.qkv_proj.weight"] == 0.5
+    assert share["model.layers.1.mlp.gate.weight"] == 1.0
+    assert share["model.layers.1.mlp.experts.0.down_proj.weight_scale"] == 0.5
+    assert "per device" in capsys.readouterr().out
+    assert main(["inspect", str(PRO), "--devices", "3"]) == 1
+    assert "moe hidden_size 64 cannot be cut into 3 parts" in capsys.readouterr().out
+
+
 def test_inspect_names_the_stray_tensor(tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(PRO, copy)

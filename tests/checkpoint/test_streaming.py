@@ -3,17 +3,19 @@
 Run: .venv/bin/python -m pytest tests/checkpoint/test_streaming.py
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
 
 from mimo_jax.checkpoint import name_map
+from mimo_jax.checkpoint.hf_drafter import load_drafter
 from mimo_jax.checkpoint.hf_target import load_target, open_target, target_leaves
-from mimo_jax.models.params import flatten
+from mimo_jax.models.cut import cut_model
+from mimo_jax.models.params import flatten, transpose_weights
+from mimo_jax.sharding import DECODE, make_mesh
 from tests.golden.files import DATA
 
 PRO = DATA / "pro-tiny"
@@ -24,31 +26,50 @@ def whole():
     return {name: np.asarray(value) for name, value in flatten(load_target(PRO)[2]).items()}
 
 
-@pytest.mark.parametrize("shape", [(1, 8), (2, 4), (8, 1)])
-def test_every_device_gets_its_part(whole, shape):
-    if len(jax.devices()) < 8:
-        pytest.skip("needs 8 devices (XLA_FLAGS=--xla_force_host_platform_device_count=8)")
-    mesh = jax.make_mesh(shape, ("a", "b"))
-
-    def sharding_of(name):
-        spec = [None] * whole[name].ndim
-        for axis_name, size in zip("ab", shape, strict=True):
-            free = [
-                i for i, n in enumerate(whole[name].shape) if spec[i] is None and n % size == 0
-            ]
-            if free and size > 1:
-                spec[free[-1]] = axis_name
-        return NamedSharding(mesh, PartitionSpec(*spec))
-
+@pytest.mark.multi_device
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("shape", [(1, 2), (4, 2), (8, 1)])
+def test_every_device_gets_its_part(whole, shape, is_transposed):
+    """What is read straight into the parts is what cutting the whole model gives."""
+    mesh = make_mesh(DECODE, shape)
+    config, graph, params = load_target(PRO)
+    if is_transposed:
+        graph, params = transpose_weights(graph, params)
+    _, cut = cut_model(graph, params, config, mesh)
     progress = []
-    _, _, params = load_target(
-        PRO, sharding_of=sharding_of, on_progress=lambda *done: progress.append(done)
+    _, part, placed = load_target(
+        PRO,
+        mesh=mesh,
+        is_transposed=is_transposed,
+        on_progress=lambda *done: progress.append(done),
     )
-    for name, value in flatten(params).items():
-        assert value.sharding == sharding_of(name), name
-        np.testing.assert_array_equal(np.asarray(value), whole[name], err_msg=name)
-    assert progress[-1][0] == progress[-1][1] == sum(v.nbytes for v in whole.values())
+    assert nnx.merge(part, placed).is_transposed == is_transposed
+    expected = flatten(cut)
+    for name, value in flatten(placed).items():
+        assert value.sharding.is_equivalent_to(expected[name].sharding, value.ndim), name
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(expected[name]), err_msg=name)
+    assert progress[-1][0] == progress[-1][1] >= sum(v.nbytes for v in whole.values())
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+
+
+@pytest.mark.multi_device
+def test_a_drafter_is_cut_as_it_is_read():
+    mesh = make_mesh(DECODE, (1, 2))
+    config, graph, params = load_drafter(PRO / "dflash")
+    _, cut = cut_model(graph, params, config, mesh)
+    _, part, placed = load_drafter(PRO / "dflash", mesh=mesh)
+    assert nnx.merge(part, placed).mesh_axis == "model"
+    for name, value in flatten(placed).items():
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(flatten(cut)[name]), name)
+
+
+def test_rows_in_another_order_are_read_as_pieces():
+    leaf = name_map.columns("w_qkv", 3, {"q": 4, "k": 1}).in_rows(np.array([0, 1, 4, 2, 3, 4]))
+    assert (leaf.sources, leaf.offsets) == (("q", "k", "q", "k"), (0, 0, 2, 0))
+    files = {"q": np.arange(12.0).reshape(4, 3), "k": np.full((1, 3), -1.0)}
+    get = lambda source, region: files[source][region]
+    value = leaf.read(get, (slice(1, 5), slice(0, 2)), np.float32)
+    assert value.tolist() == [[3, 4], [-1, -1], [6, 7], [9, 10]]
 
 
 @pytest.fixture(scope="module")
