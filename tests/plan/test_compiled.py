@@ -190,6 +190,9 @@ def test_a_loop_that_the_host_runs():
     shape = thunks.describe(thunks.parse(outside), has_step_loop=True)
     assert shape.top_level == {"kCopy": 1, "kWhile": 1}
     assert not shape.is_one_graph
+    # A graph at top level that does not hold the loop, as where XLA runs the while on the host.
+    unrolled = "000: kCommandBuffer [source | sink]\n    001: kCustomKernel [source | sink] add\n"
+    assert not thunks.describe(thunks.parse(unrolled), has_step_loop=True).is_one_graph
     beside = thunks.parse(THUNKS + "012: kAllReduce [source | sink] kAllReduce\n")
     assert not thunks.describe(beside, has_step_loop=True).is_one_graph
 
