@@ -2,6 +2,7 @@
 
     python train.py --config configs/nano.py
     python train.py --config configs/nano.py --run-dir runs/second --dry-run
+    python train.py --config configs/nano.py --mesh 2x2x2
 
 A run that was stopped goes on where it was when the same command is given again.
 """
@@ -24,6 +25,8 @@ class Arguments:
     """Python file with get_config() -> ExperimentConfig; see configs/."""
     run_dir: Path | None = None
     """Where the run lives; default runs/NAME. An unfinished run there is resumed."""
+    mesh: str | None = None
+    """Devices along data x expert x tensor (x sequence), as 2x2x2; instead of the config's own."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print parameter counts and steps, train nothing."""
 
@@ -49,10 +52,13 @@ def main() -> int:
 
     logging.set_verbosity(logging.WARNING)  # at INFO Orbax reports every save in ten lines
     from mimo_jax.config import ConfigError
+    from mimo_jax.sharding import parse_mesh
     from mimo_jax.train import recipe
 
     try:
         config = load_config(arguments.config)
+        if arguments.mesh is not None:
+            config = dataclasses.replace(config, mesh=parse_mesh(arguments.mesh))
         run_dir = arguments.run_dir or Path("runs") / config.name
         if arguments.dry_run:
             print(json.dumps(recipe.summary(config), indent=1))

@@ -112,3 +112,41 @@ def mesh_drafter(target: TargetConfig) -> DrafterConfig:
         windows=(11, 11),
         max_position=512,
     )
+
+
+def train_mesh_target() -> TargetConfig:
+    """Two layers whose every axis that training cuts divides by 8, experts included."""
+    common = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 4, "v_head_dim": 6, "rope_dim": 2}
+    return TargetConfig(
+        vocab_size=72,
+        hidden_size=48,
+        layer_kinds=(GLOBAL, SLIDING),
+        attention={
+            GLOBAL: AttentionConfig(**common, rope_theta=1e5),
+            SLIDING: AttentionConfig(**common, rope_theta=1e4, window=5, has_sink=True),
+        },
+        dense_hidden_size=40,
+        moe=MoeConfig(num_experts=24, top_k=2, hidden_size=32),
+        is_moe_layer=(False, True),
+        value_scale=0.707,
+        max_position=128,
+    )
+
+
+def train_mesh_drafter() -> DrafterConfig:
+    """One layer that fits `train_mesh_target`; fewer KV heads than devices."""
+    return DrafterConfig(
+        hidden_size=48,
+        num_layers=1,
+        attention=AttentionConfig(
+            num_heads=8, num_kv_heads=4, head_dim=6, v_head_dim=10, rope_theta=1e4, rope_dim=4
+        ),
+        dense_hidden_size=56,
+        target_layer_ids=(0, 1),
+        num_target_layers=2,
+        draft_block_len=3,
+        mask_token_id=3,
+        vocab_size=72,
+        windows=(7,),
+        max_position=128,
+    )

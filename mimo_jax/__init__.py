@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from mimo_jax.config import DrafterConfig as DrafterConfig
     from mimo_jax.config import TargetConfig as TargetConfig
     from mimo_jax.decode.engine import Engine as Engine
-    from mimo_jax.decode.engine import Request as Request
     from mimo_jax.decode.generate import Completion as Completion
     from mimo_jax.decode.jobs import Output as Output
     from mimo_jax.decode.llm import LLM as LLM
     from mimo_jax.decode.params import SamplingParams as SamplingParams
     from mimo_jax.decode.placement import Model as Model
+    from mimo_jax.decode.request import Request as Request
     from mimo_jax.decode.stats import AcceptStats as AcceptStats
 
 __version__ = "0.1.0.dev0"
@@ -39,7 +39,7 @@ _HOME = {
     "LLM": "decode.llm",
     "Model": "decode.placement",
     "Output": "decode.jobs",
-    "Request": "decode.engine",
+    "Request": "decode.request",
     "SamplingParams": "decode.params",
     "TargetConfig": "config",
 }

@@ -7,8 +7,9 @@ mesh axis cuts which of them. There are two, because decoding and training want 
     that every device reads an eighth of every chosen expert (whole experts on devices lose
     1.5-2.6x at one to eight tokens: the busiest device decides), vocabulary over "model", rows of
     a batch over "data".
-  * TRAIN, mesh ("data", "expert", "tensor"): rows over "data" and "expert", the model width of
-    every matrix over "data" (FSDP), whole experts over "expert", heads and widths over "tensor".
+  * TRAIN, mesh ("data", "expert", "tensor", "sequence"): rows over "data" and "expert", the model
+    width of every matrix over "data" (FSDP), whole experts over "expert", heads and widths over
+    "tensor"; positions over "sequence", for rows too long for one device.
 
 Rejected: a partition spec per weight, which says the same thing sixty times and cannot be checked.
 This module knows no model: `models/params.py` reads the axes off a module.
@@ -25,7 +26,7 @@ from jaxtyping import Array
 
 from mimo_jax.config import ConfigError, require
 
-DATA, MODEL, EXPERT, TENSOR = "data", "model", "expert", "tensor"
+DATA, MODEL, EXPERT, TENSOR, SEQUENCE = "data", "model", "expert", "tensor", "sequence"
 
 Axes = Sequence[str | None]
 
@@ -38,11 +39,13 @@ class AxisRules:
       name: For messages.
       mesh_axes: Axes of the mesh, outermost first.
       cuts: Logical axis -> mesh axes; a logical axis that is not named is not cut.
+      num_optional: Last mesh axes that a mesh may leave out; they then have one device.
     """
 
     name: str
     mesh_axes: tuple[str, ...]
     cuts: Mapping[str, tuple[str, ...]]
+    num_optional: int = 0
 
     def __post_init__(self):
         for logical, mesh_axes in self.cuts.items():
@@ -90,16 +93,19 @@ DECODE = AxisRules(
 )
 TRAIN = AxisRules(
     "train",
-    (DATA, EXPERT, TENSOR),
+    (DATA, EXPERT, TENSOR, SEQUENCE),
     {
         "batch": (DATA, EXPERT),
+        "sequence": (SEQUENCE,),
         "embed": (DATA,),
         "experts": (EXPERT,),
         "heads": (TENSOR,),
+        "kv_heads": (TENSOR,),
         "hidden": (TENSOR,),
         "expert_hidden": (TENSOR,),
         "vocab": (TENSOR,),
     },
+    num_optional=1,
 )
 RULES = {rules.name: rules for rules in (DECODE, TRAIN)}
 
@@ -152,6 +158,25 @@ def part_shape(
     return tuple(n // num_parts(e, sizes) for n, e in zip(shape, entries, strict=True))
 
 
+def full_sizes(rules: AxisRules, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of a mesh, one per axis of the rules.
+
+    Raises:
+      ConfigError: If there are too many or too few, or one below 1.
+
+    Example: (TRAIN, (2, 2, 2)) -> (2, 2, 2, 1).
+    """
+    num_axes = len(rules.mesh_axes)
+    optional = rules.mesh_axes[num_axes - rules.num_optional :]
+    require(
+        num_axes - len(optional) <= len(sizes) <= num_axes and all(n >= 1 for n in sizes),
+        f"mesh {'x'.join(map(str, sizes))} does not fit rules {rules.name}: one size >= 1 is "
+        f"needed for each of {', '.join(rules.mesh_axes)}"
+        + (f" ({', '.join(optional)} may be left out)" if optional else ""),
+    )
+    return (*sizes, *(1,) * (num_axes - len(sizes)))
+
+
 def make_mesh(
     rules: AxisRules, sizes: Sequence[int], devices: Sequence[Any] | None = None
 ) -> Mesh:
@@ -159,7 +184,7 @@ def make_mesh(
 
     Args:
       rules: Names the axes.
-      sizes: Devices along each axis, in the order of rules.mesh_axes.
+      sizes: Devices along each axis, in the order of rules.mesh_axes; see `full_sizes`.
       devices: Default: the first devices of this process's backend.
 
     Raises:
@@ -167,11 +192,7 @@ def make_mesh(
 
     Example: make_mesh(DECODE, (1, 8)) -> Mesh of ("data", "model") = 1 x 8.
     """
-    require(
-        len(sizes) == len(rules.mesh_axes) and all(n >= 1 for n in sizes),
-        f"mesh {'x'.join(map(str, sizes))} does not fit rules {rules.name}: one size >= 1 is "
-        f"needed for each of {', '.join(rules.mesh_axes)}",
-    )
+    sizes = full_sizes(rules, sizes)
     available = list(jax.devices() if devices is None else devices)
     count = int(np.prod(sizes))
     require(
@@ -180,6 +201,20 @@ def make_mesh(
     )
     grid = np.array(available[:count]).reshape(tuple(sizes))
     return Mesh(grid, rules.mesh_axes, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def parse_mesh(text: str) -> tuple[int, ...]:
+    """Sizes of a mesh as a user writes them. Example: "2x2x2" -> (2, 2, 2).
+
+    Raises:
+      ConfigError: If it is anything but whole numbers with x between them.
+    """
+    parts = text.lower().split("x")
+    require(
+        all(part.isdecimal() and part.isascii() for part in parts),
+        f"mesh {text!r} is not a shape; write one number per axis with x between, as in 2x2x2",
+    )
+    return tuple(int(part) for part in parts)
 
 
 def mesh_sizes(mesh: Mesh) -> dict[str, int]:

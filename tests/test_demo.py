@@ -15,10 +15,10 @@ from rich.console import Console
 
 from mimo_jax import demo
 from mimo_jax.config import ConfigError
-from mimo_jax.decode.engine import Request
 from mimo_jax.decode.generate import Completion
 from mimo_jax.decode.jobs import Job, Output
 from mimo_jax.decode.llm import LLM
+from mimo_jax.decode.request import Request
 from mimo_jax.decode.stats import AcceptStats
 from mimo_jax.text.tokenizer import Tokenizer
 from tests.serving.checkpoints import byte_tokenizer, make_text_checkpoint

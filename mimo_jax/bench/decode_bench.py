@@ -23,9 +23,10 @@ from flax import nnx
 from mimo_jax.checkpoint.hf_drafter import load_drafter
 from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.config import GLOBAL, AttentionConfig, DrafterConfig, TargetConfig
-from mimo_jax.decode.engine import Engine, Request
+from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.generate import Completion, generate_all
 from mimo_jax.decode.placement import Model
+from mimo_jax.decode.request import Request
 from mimo_jax.decode.sampling import GREEDY, SAMPLED
 from mimo_jax.decode.stats import AcceptStats, is_looping
 from mimo_jax.models.drafter import Drafter

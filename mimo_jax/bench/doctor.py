@@ -24,7 +24,8 @@ from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import abstract, flatten, unflatten
 from mimo_jax.text.tokenizer import Tokenizer
-from mimo_jax.train.step import Batch, draft_logits_at_anchors
+from mimo_jax.train.drafter_step import draft_logits_at_anchors
+from mimo_jax.train.step import Batch
 
 SHIPPED = "as shipped"
 RAISES_BY = 0.1  # accept length; below it a variation says nothing on a few hundred blocks
@@ -163,7 +164,7 @@ def examine_ids(
                 jnp.asarray(anchors[None], jnp.int32),
                 mask_embedding,
             )
-            return jnp.argmax(logits[0], axis=-1)
+            return jnp.argmax(logits, axis=-1)
 
         features = np.concatenate([layer_out[i] for i in variant.target_layer_ids], axis=-1)
         drafted = propose(target_params, unflatten(like, flat), features, mask_embedding)

@@ -75,7 +75,8 @@ class Export:
     """Writes a checkpoint anew, with its drafter and text files.
 
     The layout "transformers" holds plain weights, q, k and v apart; "published" is that of the
-    MiMo repositories: FP8 with block scales, fused qkv, MTP heads. MXFP4 experts stay as they are.
+    MiMo repositories: FP8 with block scales, MTP heads, and q, k and v fused or, as in V2-Flash,
+    apart, whichever the source's config.json says. MXFP4 experts stay as they are.
     """
 
     checkpoint: tyro.conf.Positional[Path]
@@ -198,7 +199,12 @@ def run_export(arguments: Export, console: Console) -> int:
 
     from mimo_jax.checkpoint.hf_drafter import find_drafter, load_drafter, save_drafter
     from mimo_jax.checkpoint.hf_published import save_published
-    from mimo_jax.checkpoint.hf_target import load_mtp_heads, load_target, save_target
+    from mimo_jax.checkpoint.hf_target import (
+        load_mtp_heads,
+        load_target,
+        projection_layout,
+        save_target,
+    )
     from mimo_jax.checkpoint.json_config import read_json
 
     is_published = arguments.layout == "published"
@@ -207,8 +213,9 @@ def run_export(arguments: Export, console: Console) -> int:
     source, out = arguments.checkpoint, arguments.output
     if out.resolve() == source.resolve():
         raise ValueError(f"{out}: the output is the checkpoint itself; choose another directory")
-    config, _, params = load_target(source, dtype, qkv_layout=arguments.qkv_layout)
     values = read_json(source / "config.json")
+    projections = projection_layout(values, source / "config.json") if is_published else None
+    config, _, params = load_target(source, dtype, qkv_layout=arguments.qkv_layout)
     kept = {key: values[key] for key in TOKEN_KEYS if values.get(key) is not None}
     drafter_dir = find_drafter(source)
     if drafter_dir is not None:
@@ -219,10 +226,13 @@ def run_export(arguments: Export, console: Console) -> int:
     for name in TEXT_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
-    if is_published:
+    if projections is not None:
         heads = load_mtp_heads(source, dtype, qkv_layout=arguments.qkv_layout)
         mtp_params = [head for _, head in heads]
-        save_published(out, config, params, mtp_params=mtp_params, extra_config=kept)
+        save_published(
+            out, config, params,
+            projections=projections, mtp_params=mtp_params, extra_config=kept,
+        )
     else:
         save_target(out, config, params, dtype=dtype, extra_config=kept, max_shard_bytes=4 << 30)
     console.print(f"written to {out}", soft_wrap=True)

@@ -25,6 +25,8 @@ _SCALE = ".weight_scale_inv"
 QKV_PARTS = ("q_proj", "k_proj", "v_proj")
 CHUNKED, PLAIN = "chunked", "plain"
 QKV_LAYOUTS = (CHUNKED, PLAIN)
+SPLIT, FUSED = "split", "fused_qkv"  # of attention_projection_layout in config.json
+PROJECTION_LAYOUTS = (SPLIT, FUSED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,11 @@ class QkvLayout:
 
     widths: tuple[int, int, int]
     num_chunks: int
+
+    @property
+    def has_stacked_kv(self) -> bool:
+        """Whether FP8 keys and values stored apart were scaled as one stack per chunk."""
+        return self.num_chunks > 1
 
     def rows_of(self, part_idx: int) -> np.ndarray:
         """Rows of the fused matrix that make up q, k or v, in order."""
@@ -104,7 +111,7 @@ class DecodedTensors:
                 self._fused[name] = (prefix, part_idx)
             if self.tensors.dtype(fused) == _FP8:
                 self._check_scale(fused, layout.num_chunks)
-        elif layout.num_chunks > 1:
+        elif layout.has_stacked_kv:
             keys, values = (f"{prefix}{part}.weight" for part in QKV_PARTS[1:])
             if all(n in self._names and self.tensors.dtype(n) == _FP8 for n in (keys, values)):
                 self._see_shared_scales(prefix, layout, keys, values)

@@ -1,14 +1,22 @@
-"""Writing a MiMo-V2 target as the published repositories store it (model_type `mimo_v2`).
+"""Writing a MiMo-V2 target as the published repositories store it: V2.5 and Pro, or V2-Flash.
 
-The qkv of a layer is fused from as many training shards as the global layers have KV heads, rows
-[Q_c | K_c | V_c] one shard after the other; projections and dense layers are FP8 with block scales
-that start anew with every shard; packed experts stay as they are; the rest is bfloat16, the
-router's bias float32. What was read from such files is written bit for bit when it was kept in
-float32 (bfloat16 would have rounded FP8 products).
+Both come from as many training shards as the global layers have KV heads. V2.5 and Pro (model_type
+`mimo_v2`) fuse the qkv of a layer, rows [Q_c | K_c | V_c] one shard after the other, FP8 block
+scales starting anew with every shard. Flash (`mimo_v2_flash`) keeps q, k and v apart, but scales
+keys and values as the stack [K_c | V_c] first, so that a block on the seam serves both. Dense
+layers are FP8; packed experts stay as they are; the rest is bfloat16, the router's bias float32,
+and in Flash its weight too.
+
+What was read from such files is written bit for bit, in float32 (bfloat16 would have rounded FP8
+products) and in the layout it came from (blocks of the other one are cut elsewhere); that is why
+the caller names the layout. Codes and scales are found again from their products, so they are
+those of the source where 448 is a block's largest code, as these files have it; a block that says
+the same under two scales (all codes below 448, none rounded) may come back under the other.
 
 `hf_target.save_target` writes the other layout, the one that transformers reads.
 """
 
+import functools
 import json
 import math
 import os
@@ -19,8 +27,8 @@ import ml_dtypes
 import numpy as np
 
 from mimo_jax.checkpoint import name_map
-from mimo_jax.checkpoint.decoded import QKV_PARTS, QkvLayout
-from mimo_jax.checkpoint.hf_target import mtp_leaves, target_leaves
+from mimo_jax.checkpoint.decoded import FUSED, PROJECTION_LAYOUTS, QKV_PARTS, SPLIT, QkvLayout
+from mimo_jax.checkpoint.hf_target import mtp_leaves, qkv_layouts, target_leaves
 from mimo_jax.checkpoint.json_config import rotary_factor
 from mimo_jax.checkpoint.name_map import FLOAT32, UINT8, Leaf
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError
@@ -28,20 +36,37 @@ from mimo_jax.config import GLOBAL, SLIDING, TargetConfig
 from mimo_jax.models.params import flatten
 from mimo_jax.quant import fp8
 
+_FUSED_STYLE = {
+    "architectures": ["MiMoV2ForCausalLM"],
+    "model_type": "mimo_v2",
+    "attention_projection_layout": FUSED,
+}
+_FLASH_STYLE = {"architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash"}
 _BF16, _FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 
 
-def published_config(config: TargetConfig, path: str | os.PathLike = "config.json") -> dict:
+def published_config(
+    config: TargetConfig, projections: str, path: str | os.PathLike = "config.json"
+) -> dict:
     """config.json in the style of the published files.
+
+    Args:
+      config: The model.
+      projections: One of `PROJECTION_LAYOUTS`; "split" is Flash, whose config has no key for it.
+      path: Where it will stand, for messages.
 
     Raises:
       CheckpointError: If the style cannot express the config; says what is in the way.
     """
+    if projections not in PROJECTION_LAYOUTS:
+        allowed = ", ".join(map(repr, PROJECTION_LAYOUTS))
+        raise CheckpointError(f"{path}: projections {projections!r} unknown; allowed: {allowed}")
     used = {kind: config.attention[kind] for kind in dict.fromkeys(config.layer_kinds)}
+    style = _FLASH_STYLE if projections == SPLIT else _FUSED_STYLE
 
     def require(condition: bool, message: str) -> None:
         if not condition:
-            raise CheckpointError(f"{path}: mimo_v2 needs {message}")
+            raise CheckpointError(f"{path}: {style['model_type']} needs {message}")
 
     require(GLOBAL in used, "global layers")
     require(not config.use_qk_norm, "heads without norms")
@@ -57,10 +82,7 @@ def published_config(config: TargetConfig, path: str | os.PathLike = "config.jso
             f"{a.num_heads} and {a.num_kv_heads}",
         )
     first = used[GLOBAL]
-    values = {
-        "architectures": ["MiMoV2ForCausalLM"],
-        "model_type": "mimo_v2",
-        "attention_projection_layout": "fused_qkv",
+    values = style | {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.dense_hidden_size,
@@ -124,59 +146,107 @@ def published_config(config: TargetConfig, path: str | os.PathLike = "config.jso
     return values
 
 
+_Tensor = tuple[str, tuple[int, ...], np.dtype, Callable[[], np.ndarray]]
+
+
 def _is_fp8(source: str) -> bool:
-    """Weights that the published files quantize: qkv, dense layers and unpacked experts."""
-    return source.endswith(
-        ("qkv_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight")
-    )
+    """Weights beside the attention that the published files quantize, unless they are packed."""
+    return source.endswith(("gate_proj.weight", "up_proj.weight", "down_proj.weight"))
 
 
 def _tensors_of(
-    leaves: list[Leaf], flat: dict, layouts: Callable[[str], QkvLayout]
-) -> Iterator[tuple[str, tuple[int, ...], np.dtype, Callable[[], np.ndarray]]]:
+    leaves: list[Leaf], flat: dict, layouts: dict[str, QkvLayout], projections: str
+) -> Iterator[_Tensor]:
     """(name, shape, dtype, how to make it) of every tensor of some leaves."""
     for leaf in leaves:
         if leaf.name.endswith("w_qkv"):
             prefix = leaf.sources[0].removesuffix(f"{QKV_PARTS[0]}.weight")
-            layout = layouts(leaf.name)
-            rows = np.concatenate([layout.rows_of(i) for i in range(3)])
-            shape = leaf.stored_shape
-
-            def fuse(leaf=leaf, rows=rows) -> np.ndarray:
-                fused = np.empty(leaf.stored_shape, np.float32)
-                fused[rows] = np.asarray(flat[leaf.name], np.float32).T
-                return fused
-
-            yield from _fp8_pair(f"{prefix}qkv_proj.weight", shape, fuse, layout.num_chunks)
+            qkv_tensors = _split_qkv if projections == SPLIT else _fused_qkv
+            yield from qkv_tensors(prefix, leaf, flat, layouts[prefix])
             continue
         for source_idx, source in enumerate(leaf.sources):
             shape = leaf.source_shape(source_idx)
-
-            def take(leaf=leaf, source_idx=source_idx) -> np.ndarray:
-                return leaf.take_apart(np.asarray(flat[leaf.name]), source_idx)
-
+            take = functools.partial(_take, leaf, flat, source_idx)
             if _is_fp8(source) and leaf.dtype != UINT8:
                 yield from _fp8_pair(source, shape, take)
                 continue
-            # The router's weight is bfloat16 in these files, its bias float32.
-            is_bias = leaf.dtype == FLOAT32 and len(shape) == 1
-            dtype = UINT8 if leaf.dtype == UINT8 else FLOAT32 if is_bias else _BF16
+            # The router's bias is float32 everywhere, its weight only in Flash's files.
+            is_float32 = leaf.dtype == FLOAT32 and (projections == SPLIT or len(shape) == 1)
+            dtype = UINT8 if leaf.dtype == UINT8 else FLOAT32 if is_float32 else _BF16
             yield source, shape, dtype, take
 
 
-def _fp8_pair(name: str, shape: tuple[int, ...], take: Callable, num_chunks: int = 1):
+def _take(leaf: Leaf, flat: dict, source_idx: int) -> np.ndarray:
+    return leaf.take_apart(np.asarray(flat[leaf.name]), source_idx)
+
+
+def _fused_qkv(prefix: str, leaf: Leaf, flat: dict, layout: QkvLayout) -> Iterator[_Tensor]:
+    def fuse() -> np.ndarray:
+        fused = np.empty(leaf.stored_shape, np.float32)
+        rows = np.concatenate([layout.rows_of(i) for i in range(3)])
+        fused[rows] = np.asarray(flat[leaf.name], np.float32).T
+        return fused
+
+    return _fp8_pair(f"{prefix}qkv_proj.weight", leaf.stored_shape, fuse, layout.num_chunks)
+
+
+def _split_qkv(prefix: str, leaf: Leaf, flat: dict, layout: QkvLayout) -> Iterator[_Tensor]:
+    query, key, value = (
+        (f"{prefix}{part}.weight", leaf.source_shape(i), functools.partial(_take, leaf, flat, i))
+        for i, part in enumerate(QKV_PARTS)
+    )
+    yield from _fp8_pair(*query)
+    if not layout.has_stacked_kv:
+        yield from _fp8_pair(*key)
+        yield from _fp8_pair(*value)
+        return
+    (key_name, key_shape, take_keys), (value_name, value_shape, take_values) = key, value
+    num_chunks, rows, columns = layout.num_chunks, key_shape[0] + value_shape[0], key_shape[1]
+    num_scales, num_columns = fp8.scale_shape((rows, columns), num_chunks)
+    _, _, num_key_scales = fp8.split_kv_scale_rows(num_chunks, key_shape[0], value_shape[0])
+
+    def make() -> list[np.ndarray]:
+        keys, values = (np.asarray(take(), np.float32) for take in (take_keys, take_values))
+        pairs = fp8.quantize_split_kv(keys, values, num_chunks)
+        return [array for pair in pairs for array in pair]
+
+    yield from _fp8_tensors(
+        {
+            key_name: (key_shape, (num_key_scales, num_columns)),
+            value_name: (value_shape, (num_scales - num_key_scales, num_columns)),
+        },
+        make,
+    )
+
+
+def _fp8_pair(
+    name: str, shape: tuple[int, ...], take: Callable[[], np.ndarray], num_chunks: int = 1
+) -> Iterator[_Tensor]:
     rows, columns = shape
-    cached: dict[str, np.ndarray] = {}
+    scale_shape = fp8.scale_shape((rows, columns), num_chunks)
+    make = lambda: list(fp8.quantize(np.asarray(take(), np.float32), num_chunks))
+    return _fp8_tensors({name: (shape, scale_shape)}, make)
 
-    def part(key: str) -> np.ndarray:
-        if not cached:
-            codes, scale = fp8.quantize(np.asarray(take(), np.float32), num_chunks)
-            cached.update(codes=codes, scale=scale)
-        return cached.pop(key)
 
-    yield name, shape, _FP8, lambda: part("codes")
-    scales = fp8.scale_shape((rows, columns), num_chunks)
-    yield name + "_scale_inv", scales, FLOAT32, lambda: part("scale")
+def _fp8_tensors(
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]], make: Callable[[], list]
+) -> Iterator[_Tensor]:
+    """Weights and their scales, all made when the first is asked for, each handed out once.
+
+    Args:
+      shapes: Name -> (shape of the codes, shape of the scales).
+      make: Codes and scale of each name, one after the other.
+    """
+    made: dict[int, np.ndarray] = {}
+
+    def part(idx: int) -> np.ndarray:
+        if not made:
+            made.update(enumerate(make()))
+        return made.pop(idx)
+
+    for i, (name, (shape, scale_shape)) in enumerate(shapes.items()):
+        yield name, shape, _FP8, functools.partial(part, 2 * i)
+        yield name + "_scale_inv", scale_shape, FLOAT32, functools.partial(part, 2 * i + 1)
 
 
 def save_published(
@@ -184,6 +254,7 @@ def save_published(
     config: TargetConfig,
     params,
     *,
+    projections: str,
     mtp_params: Sequence = (),
     extra_config: dict | None = None,
     max_shard_bytes: int = 4 << 30,
@@ -194,6 +265,8 @@ def save_published(
       directory: Made if needed; an earlier model in it is replaced.
       config: The model.
       params: As `models.params.split` gives them.
+      projections: "fused_qkv" as V2.5 and Pro, or "split" as Flash; see
+        `hf_target.projection_layout`.
       mtp_params: Of each MTP head, as `load_mtp_heads` gives them.
       extra_config: More config.json keys, e.g. {"eos_token_id": 5}.
       max_shard_bytes: A file is cut before it would grow larger.
@@ -204,20 +277,18 @@ def save_published(
     """
     directory = Path(directory)
     path = directory / "config.json"
-    values, extra = published_config(config, path), dict(extra_config or {})
+    values, extra = published_config(config, projections, path), dict(extra_config or {})
     for key in extra:
         if key in values:
             raise CheckpointError(f"{path}: extra_config must not set {key}")
-    chunks = config.attention[GLOBAL].num_kv_heads
-
-    def layout_of_layer(name: str) -> QkvLayout:
-        return QkvLayout(config.layer_attention(int(name.split(".")[1])).qkv_widths, chunks)
-
-    tensors = list(_tensors_of(target_leaves(config), flatten(params), layout_of_layer))
-    for i, head in enumerate(mtp_params):
-        sliding = QkvLayout(config.attention[SLIDING].qkv_widths, chunks)
-        leaves = mtp_leaves(config, i)
-        tensors += _tensors_of(leaves, flatten(head), lambda name, sliding=sliding: sliding)
+    layouts = qkv_layouts(values, config, len(mtp_params))
+    modules = [(target_leaves(config), params)]
+    modules += [(mtp_leaves(config, i), head) for i, head in enumerate(mtp_params)]
+    tensors = [
+        tensor
+        for leaves, module in modules
+        for tensor in _tensors_of(leaves, flatten(module), layouts, projections)
+    ]
     made = {name: (dtype, take) for name, _, dtype, take in tensors}
 
     def make(name: str) -> np.ndarray:

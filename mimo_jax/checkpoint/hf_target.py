@@ -10,12 +10,19 @@ from pathlib import Path
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from mimo_jax.checkpoint import name_map
-from mimo_jax.checkpoint.decoded import PLAIN, QKV_LAYOUTS, DecodedTensors, QkvLayout
+from mimo_jax.checkpoint.decoded import (
+    PLAIN,
+    PROJECTION_LAYOUTS,
+    QKV_LAYOUTS,
+    SPLIT,
+    DecodedTensors,
+    QkvLayout,
+)
 from mimo_jax.checkpoint.hf_target_config import target_config_from_json, target_config_to_json
-from mimo_jax.checkpoint.json_config import read_json
+from mimo_jax.checkpoint.json_config import Keys, read_json
 from mimo_jax.checkpoint.layout import memory_layout
 from mimo_jax.checkpoint.name_map import FLOAT32, Leaf
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError, SafetensorsDir
@@ -125,8 +132,26 @@ def _layer_leaves(
     ]
 
 
+def projection_layout(values: dict, path: str | os.PathLike) -> str:
+    """Which of `PROJECTION_LAYOUTS` a config.json speaks of.
+
+    Flash's config and those of the other families lack the key: there q, k and v stand apart. A
+    `mimo_v2` without it may hold either.
+
+    Raises:
+      CheckpointError: If the value is unknown, or a `mimo_v2` does not say.
+
+    Example: {"model_type": "mimo_v2_flash"} -> "split".
+    """
+    keys, key = Keys(values, path), "attention_projection_layout"
+    keys.allow(key, *PROJECTION_LAYOUTS)
+    if not keys.has(key) and values.get("model_type") == "mimo_v2":
+        raise keys.error(key, f"is missing; allowed: {', '.join(map(repr, PROJECTION_LAYOUTS))}")
+    return values.get(key) or SPLIT
+
+
 def qkv_layouts(
-    values: dict, config: TargetConfig, tensors: SafetensorsDir, override: str | None = None
+    values: dict, config: TargetConfig, num_mtp_heads: int, override: str | None = None
 ) -> dict[str, QkvLayout]:
     """How each layer's projections are stored, by prefix; see `decoded.py`.
 
@@ -143,7 +168,7 @@ def qkv_layouts(
     }
     if SLIDING in config.attention:
         widths = config.attention[SLIDING].qkv_widths
-        for i in range(num_mtp_layers(tensors)):
+        for i in range(num_mtp_heads):
             layouts[f"{MTP_PREFIX}{i}.self_attn."] = QkvLayout(widths, num_chunks)
     return layouts
 
@@ -176,14 +201,10 @@ def open_target(
     if qkv_layout not in (None, *QKV_LAYOUTS):
         allowed = ", ".join(QKV_LAYOUTS)
         raise CheckpointError(f"qkv layout {qkv_layout!r} is unknown; allowed: {allowed}")
-    layout = values.get("attention_projection_layout")
-    if layout not in (None, "split", "fused_qkv"):
-        raise CheckpointError(
-            f"{path}: attention_projection_layout {layout!r} is not supported; allowed: null, "
-            "'split', 'fused_qkv'"
-        )
+    Keys(values, path).allow("attention_projection_layout", *PROJECTION_LAYOUTS)
     tensors = SafetensorsDir(directory)
-    return config, DecodedTensors(tensors, qkv_layouts(values, config, tensors, qkv_layout))
+    layouts = qkv_layouts(values, config, num_mtp_layers(tensors), qkv_layout)
+    return config, DecodedTensors(tensors, layouts)
 
 
 def is_ignored(config: TargetConfig, name: str) -> bool:
@@ -200,6 +221,7 @@ def load_target(
     qkv_layout: str | None = None,
     mesh: Mesh | None = None,
     is_transposed: bool = False,
+    sharding_of: Callable[[str], NamedSharding] | None = None,
     on_progress: Callable[[int, int], object] = lambda done_bytes, total_bytes: None,
 ):
     """A target from a published checkpoint directory.
@@ -213,6 +235,7 @@ def load_target(
       qkv_layout: See `open_target`.
       mesh: Of `sharding.DECODE`: every device's part is read directly; None = the default device.
       is_transposed: Keep matrices [out, in] as the files have them; see `layers/linear.py`.
+      sharding_of: Parameter name -> NamedSharding on a mesh of `sharding.TRAIN`, instead of mesh.
       on_progress: Called after each parameter with (bytes so far, bytes in all).
 
     Returns:
@@ -234,7 +257,7 @@ def load_target(
         dtype,
         is_ignored=lambda name: is_ignored(config, name),
         lay_out=layout.lay_out,
-        sharding_of=layout.sharding_of,
+        sharding_of=sharding_of or layout.sharding_of,
         on_progress=on_progress,
     )
     return config, layout.graph, unflatten(layout.like, flat)

@@ -86,8 +86,11 @@ def cut_completion(completion: Completion, num_tokens: int) -> Completion:
             break
         committed.append(min(count, left))
         left -= committed[-1]
+    cut = lambda values: values if values is None else values[:num_tokens]
     return dataclasses.replace(
         completion,
+        logprobs=cut(completion.logprobs),
+        top_logprobs=cut(completion.top_logprobs),
         token_ids=completion.token_ids[:num_tokens],
         finish_reason="stop",
         num_committed_per_step=committed,

@@ -6,7 +6,8 @@ files. Compile time is measured apart from run time.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,10 +30,11 @@ from mimo_jax.decode.placement import (
     row_specs,
     rows_per_device,
 )
-from mimo_jax.decode.sampling import FILTERED, GREEDY, SAMPLED, RowSampling, mode_for, sample
-from mimo_jax.decode.step import DecodeState, run_steps
+from mimo_jax.decode.request import Request, check_request, one_row, row_sampling
+from mimo_jax.decode.sampling import ADJUSTED, GREEDY, adjust_logits, count_ids, sample
+from mimo_jax.decode.step import DecodeState, Logprobs, SeenIds, logprobs_of, run_steps
 from mimo_jax.models.params import transpose_weights
-from mimo_jax.sharding import DATA, DECODE
+from mimo_jax.sharding import DATA, DECODE, MODEL
 from mimo_jax.timing import Stopwatch
 
 MIN_PROMPT_BUCKET = 32  # prompts are padded to powers of two from here: few programs to compile
@@ -43,29 +45,6 @@ LENGTH_BUCKET = 128  # capacity of a batch is rounded up to this
 def prompt_bucket(num_tokens: int) -> int:
     """Length that a prompt chunk is padded to. Example: 33 -> 64."""
     return max(MIN_PROMPT_BUCKET, 1 << (num_tokens - 1).bit_length())
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One prompt to continue.
-
-    Attributes:
-      prompt_ids: Token ids, at least one.
-      max_tokens: Most tokens to emit, >= 1.
-      stop_ids: Ids that end the output; the stop id itself is emitted.
-      temperature: 0 = greedy.
-      top_p: Nucleus mass in (0, 1].
-      top_k: 0 = off.
-      seed: Of this request's noise.
-    """
-
-    prompt_ids: Sequence[int]
-    max_tokens: int
-    stop_ids: tuple[int, ...] = ()
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
 
 
 # A model past this size does not stay in a CPU's last-level cache from step to step.
@@ -109,11 +88,14 @@ class Engine:
       drafter: Its drafter, or None for plain decoding.
       max_len: Longest prompt + output that a row may reach.
       batch_size: Rows.
-      mode: Sampling mode of the program (sampling.GREEDY, SAMPLED or FILTERED); must cover every
-        request.
+      mode: Sampling mode of the program, of sampling.MODES; must cover every request.
       draft_block_len: Slots per draft block; default and maximum is what the drafter was trained
         for.
+      rule: Acceptance rule, of accept.RULES.
       max_stop_ids: Stop ids per request.
+      max_bias_ids: Logit biases per request.
+      num_logprobs: Record the log probability of every token, and of this many likeliest ids at
+        its position; None = record none.
 
     Raises:
       ConfigError: If drafter and target do not fit, or a length is out of range.
@@ -128,7 +110,10 @@ class Engine:
         batch_size: int = 1,
         mode: str = GREEDY,
         draft_block_len: int | None = None,
+        rule: str = accept.MATCH,
         max_stop_ids: int = 8,
+        max_bias_ids: int = 0,
+        num_logprobs: int | None = None,
     ):
         if max_len > target.config.max_position:
             raise ConfigError(
@@ -151,10 +136,18 @@ class Engine:
             raise ConfigError("target and drafter must be placed on the same mesh")
         rows_per_device(batch_size, self.mesh)
         self.batch_size, self.mode, self.max_stop_ids = batch_size, mode, max_stop_ids
+        if rule not in accept.RULES:
+            raise ConfigError(f"rule {rule!r} is unknown; allowed: {', '.join(accept.RULES)}")
+        self.rule, self.max_bias_ids, self.num_logprobs = rule, max_bias_ids, num_logprobs
         self.max_len = max_len
         self.capacity = -(-max_len // LENGTH_BUCKET) * LENGTH_BUCKET
         self.compile_s = 0.0
         self._programs = {}
+
+    @property
+    def target_axis(self) -> str | None:
+        """Mesh axis that heads, widths and vocabulary are cut over."""
+        return None if self.mesh is None else MODEL
 
     @property
     def _params(self):
@@ -197,9 +190,12 @@ class Engine:
         if self.mesh is None:
             return None
         caches = self._cache_specs(rows)
-        bare = dataclasses.replace(state, target_cache=None, drafter_cache=None)
-        specs = row_specs(bare, rows)
-        return dataclasses.replace(specs, target_cache=caches[0], drafter_cache=caches[1])
+        bare = dataclasses.replace(state, seen=None, target_cache=None, drafter_cache=None)
+        vocab_spec: Any = self._vocab_spec(rows)
+        seen = None if state.seen is None else SeenIds(vocab_spec, vocab_spec)
+        return dataclasses.replace(
+            row_specs(bare, rows), seen=seen, target_cache=caches[0], drafter_cache=caches[1]
+        )
 
     # --- prefill -------------------------------------------------------------------------------
 
@@ -211,13 +207,15 @@ class Engine:
         return target_cache, drafter.make_cache(1, self.capacity, slack)
 
     def prefill_program(self, is_first: bool):
-        """Jitted (params, token_ids [1, t], caches, start, num_valid, sampling) -> (id, caches).
+        """Jitted prompt chunk: (params, token_ids [1, t], caches, start, num_valid, sampling,
+        is_in_prompt) -> (id, its log probabilities, caches).
 
-        is_first: Whether the chunk begins the prompt; then caches are (None, None) and are made.
+        Args:
+          is_first: Whether the chunk begins the prompt; then caches are (None, None) and are made.
         """
         taps = () if self.drafter is None else self.drafter.config.target_layer_ids
 
-        def prefill(params, token_ids, caches, start, num_valid, sampling):
+        def prefill(params, token_ids, caches, start, num_valid, sampling, is_in_prompt):
             target, drafter = self._merge(params)
             if is_first:
                 caches = self._empty_row(target, drafter)
@@ -230,13 +228,24 @@ class Engine:
                     drafter_cache, out.context_features, start, num_valid
                 )
             next_pos = (start + num_valid)[:, None]
-            first = sample(out.logits, sampling, next_pos, self.mode, target.mesh_axis)[:, 0]
-            return first, (out.cache, drafter_cache)
+            axis, logits, logprobs = target.mesh_axis, out.logits, None
+            if is_in_prompt is not None:
+                nothing = jnp.zeros((*logits.shape[:2], logits.shape[-1]), jnp.int32)
+                logits = adjust_logits(logits, sampling, nothing, is_in_prompt, axis)
+            first = sample(logits, sampling, next_pos, self.mode, axis)
+            if self.num_logprobs is not None:
+                logprobs = logprobs_of(out.logits, first, self.num_logprobs, axis)
+            return first[:, 0], logprobs, (out.cache, drafter_cache)
 
         caches, one = self._cache_specs(ONE_ROW), DECODE.spec((ONE_ROW,))
         given = (None, None) if is_first else caches
-        in_specs = (self._param_specs(), one, given, one, one, one)
-        return program(prefill, self.mesh, in_specs, (one, caches), donate=(2,))
+        in_specs = (self._param_specs(), one, given, one, one, one, self._vocab_spec(ONE_ROW))
+        out_specs = (one, None if self.num_logprobs is None else one, caches)
+        return program(prefill, self.mesh, in_specs, out_specs, donate=(2,))
+
+    def _vocab_spec(self, rows: str | None):
+        """Of arrays [b, v]; None where the mode keeps none."""
+        return DECODE.spec((rows, "vocab")) if self.mode == ADJUSTED else None
 
     def prefill(self, request: Request) -> DecodeState:
         """A state of one row with the prompt read and the first token committed.
@@ -248,31 +257,26 @@ class Engine:
         self.check(request)
         prompt = np.asarray(request.prompt_ids, np.int32)
         p = len(prompt)
-        def one(value, dtype: Any = np.int32) -> Any:
-            # NumPy: building arguments with jnp would compile and dispatch tiny programs.
-            return np.full((1,), value, dtype)
-
-        sampling = RowSampling(
-            one(request.temperature, np.float32),
-            one(request.top_p, np.float32),
-            one(request.top_k),
-            one(request.seed),
-        )
-        caches, first = (None, None), None
+        sampling, is_in_prompt = row_sampling(request, self.max_bias_ids), None
+        if self.mode == ADJUSTED:
+            is_in_prompt = np.zeros((1, self.target.config.vocab_size), bool)
+            is_in_prompt[0, prompt] = True
+        caches, first, logprobs = (None, None), None, None
         for start in range(0, p, PROMPT_CHUNK):
             chunk = prompt[start : start + PROMPT_CHUNK]
             room = min(self.capacity - start, PROMPT_CHUNK)
             bucket = min(prompt_bucket(len(chunk)), room)
             padded = np.zeros((1, bucket), np.int32)
             padded[0, : len(chunk)] = chunk
-            args = (self._params, padded, caches, one(start), one(len(chunk)), sampling)
+            place = (one_row(start), one_row(len(chunk)))
+            args = (self._params, padded, caches, *place, sampling, is_in_prompt)
             is_first = start == 0
             prefill = self._program(
                 ("prefill", bucket, is_first),
                 lambda is_first=is_first: self.prefill_program(is_first),
                 *args,
             )
-            first, caches = prefill(*args)
+            first, logprobs, caches = prefill(*args)
         tokens = np.zeros((1, self.capacity + self.draft_block_len), np.int32)
         tokens[0, :p] = prompt
         stop_ids = np.full((1, self.max_stop_ids), -1, np.int32)
@@ -280,45 +284,35 @@ class Engine:
         args = (
             tokens,
             first,
-            one(p),
-            one(p + request.max_tokens),
+            logprobs,
+            one_row(p),
+            one_row(p + request.max_tokens),
             stop_ids,
             sampling,
+            is_in_prompt,
             *caches,
         )
         start = self._program("start", lambda: self._start_program(args), *args)
         return start(*args)
 
     def _start_program(self, args):
+        start = functools.partial(_start_state, mesh_axis=self.target_axis)
         caches = self._cache_specs(ONE_ROW)
-        rows = row_specs(args[:-2], ONE_ROW)
+        rows = row_specs(args[:-3], ONE_ROW)
         out = self._state_specs(jax.eval_shape(_start_state, *args), ONE_ROW)
-        return program(_start_state, self.mesh, (*rows, *caches), out, donate=(6, 7))
+        in_specs = (*rows, self._vocab_spec(ONE_ROW), *caches)
+        return program(start, self.mesh, in_specs, out, donate=(8, 9))
 
     def check(self, request: Request) -> None:
         """Raises ConfigError with one line if the request cannot be served by this engine."""
-        p = len(request.prompt_ids)
-        if p == 0:
-            raise ConfigError("prompt is empty; at least one token is needed")
-        if request.max_tokens < 1:
-            raise ConfigError(f"max_tokens {request.max_tokens} must be >= 1")
-        if p + request.max_tokens > self.max_len:
-            raise ConfigError(
-                f"prompt of {p} tokens and max_tokens {request.max_tokens} exceed the context of "
-                f"{self.max_len} tokens"
-            )
-        v = self.target.config.vocab_size
-        bad = [i for i in request.prompt_ids if not 0 <= i < v]
-        if bad:
-            raise ConfigError(f"prompt token id {bad[0]} is not in the vocabulary 0..{v - 1}")
-        if len(request.stop_ids) > self.max_stop_ids:
-            raise ConfigError(
-                f"{len(request.stop_ids)} stop ids; at most {self.max_stop_ids} are allowed"
-            )
-        modes = (GREEDY, SAMPLED, FILTERED)
-        needed = mode_for(request.temperature, request.top_p, request.top_k)
-        if modes.index(needed) > modes.index(self.mode):
-            raise ConfigError(f"a {needed} request needs an engine of mode {needed}")
+        check_request(
+            request,
+            vocab_size=self.target.config.vocab_size,
+            max_len=self.max_len,
+            max_stop_ids=self.max_stop_ids,
+            max_bias_ids=self.max_bias_ids,
+            mode=self.mode,
+        )
 
     # --- rows and steps ------------------------------------------------------------------------
 
@@ -348,15 +342,22 @@ class Engine:
             program(make_caches, self.mesh, (self._param_specs(),), self._cache_specs(ONE_ROW)),
             self._params,
         )
-        one: Any = lambda dtype, *s: jax.ShapeDtypeStruct((1, *s), dtype)
-        i32, f32 = jnp.int32, jnp.float32
+        one: Any = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct((1, *s), dtype)
+        n, is_in_prompt, logprobs = self.num_logprobs, None, None
+        if n is not None:
+            f32 = jnp.float32
+            logprobs = Logprobs(one(1, dtype=f32), one(1, n), one(1, n, dtype=f32))
+        if self.mode == ADJUSTED:
+            is_in_prompt = one(self.target.config.vocab_size, dtype=jnp.bool_)
         args = (
-            one(i32, self.capacity + self.draft_block_len),
-            one(i32),
-            one(i32),
-            one(i32),
-            one(i32, self.max_stop_ids),
-            RowSampling(one(f32), one(f32), one(i32), one(i32)),
+            one(self.capacity + self.draft_block_len),
+            one(),
+            logprobs,
+            one(),
+            one(),
+            one(self.max_stop_ids),
+            row_sampling(Request((), 1), self.max_bias_ids),
+            is_in_prompt,
             *caches,
         )
         row_state = jax.eval_shape(self._start_program(args), *args)
@@ -408,6 +409,7 @@ class Engine:
                 num_steps,
                 mode=self.mode,
                 draft_block_len=self.draft_block_len,
+                rule=self.rule,
                 row_axis=DATA if has_more_rows else None,
             )
 
@@ -426,7 +428,18 @@ class Engine:
 
 
 def _start_state(
-    tokens, first, prompt_len, max_len, stop_ids, sampling, target_cache, drafter_cache
+    tokens,
+    first,
+    logprobs,
+    prompt_len,
+    max_len,
+    stop_ids,
+    sampling,
+    is_in_prompt,
+    target_cache,
+    drafter_cache,
+    *,
+    mesh_axis=None,
 ):
     """A one-row state whose first token, sampled by prefill, is committed."""
     b, s = tokens.shape
@@ -439,6 +452,16 @@ def _start_state(
         max_len - prompt_len,
         jnp.zeros((b,), bool),
     )
+    seen = None
+    if is_in_prompt is not None:
+        v = is_in_prompt.shape[1]
+        counts = count_ids(first[:, None], jnp.ones((b, 1), bool), v, mesh_axis)
+        seen = SeenIds(counts, is_in_prompt)
+    if logprobs is not None:
+        at_start = lambda x: jnp.zeros((b, s, *x.shape[2:]), x.dtype).at[0, prompt_len[0]].set(
+            x[0, 0]
+        )
+        logprobs = jax.tree.map(at_start, logprobs)
     return DecodeState(
         tokens=tokens,
         length=prompt_len + 1,
@@ -446,11 +469,11 @@ def _start_state(
         finish=committed.finish,
         stop_ids=stop_ids,
         sampling=sampling,
+        seen=seen,
+        logprobs=logprobs,
         num_steps=jnp.zeros((b,), jnp.int32),
         committed_per_step=jnp.zeros((b, s), jnp.int8),
         accepted_per_step=jnp.zeros((b, s), jnp.int8),
         target_cache=target_cache,
         drafter_cache=drafter_cache,
     )
-
-

@@ -1,4 +1,4 @@
-"""Top-k and nucleus filters by searching for their threshold, without sorting the vocabulary.
+"""Min-p, top-k and nucleus filters by searching for a threshold instead of sorting.
 
 What a filter keeps is "all logits above a threshold, and of those equal to it the first few ids".
 The threshold is found bit by bit in an order-preserving integer view of the floats, each round
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mimo_jax.layers.linear import psum_over
-from mimo_jax.layers.vocab import from_all_devices
+from mimo_jax.layers.vocab import from_all_devices, max_over
 
 
 def _ordered_bits(x: Float[Array, "b t v"]):
@@ -76,9 +76,10 @@ def filter_logits(
     logits: Float[Array, "b t v"],
     top_k: Int[Array, "b"],
     top_p: Float[Array, "b"],
+    min_p: Float[Array, "b"],
     mesh_axis: str | None = None,
 ) -> Float[Array, "b t v"]:
-    """Sets logits outside top-k, then outside the nucleus, to -inf.
+    """Sets logits below min-p, outside top-k, then outside the nucleus, to -inf.
 
     A token stays in the nucleus while the mass before it (larger logits, then equal ones of lower
     id) is below top_p; the largest always stays.
@@ -87,22 +88,20 @@ def filter_logits(
       logits: Float32; on a mesh this device's stretch of the vocabulary.
       top_k: 0 = off.
       top_p: In (0, 1]; 1 = off.
+      min_p: In [0, 1): least probability, as a share of the largest; 0 = off.
       mesh_axis: Over which the vocabulary is cut, or None.
 
     Example: probabilities (.5, .3, .2), top_k=0, top_p=.6 -> the first two stay.
     """
     b, t, v = logits.shape
+    top = max_over(logits.max(axis=-1), mesh_axis)[..., None]
+    # log 0 = -inf keeps everything.
+    logits = jnp.where(logits >= top + jnp.log(min_p)[:, None, None], logits, -jnp.inf)
     keys = _ordered_bits(logits)
     limit = jnp.broadcast_to(top_k[:, None], (b, t))
     keep = _keep_largest(keys, jnp.ones((b, t, v), jnp.int32), limit, mesh_axis)
     logits = jnp.where(keep | (limit == 0)[..., None], logits, -jnp.inf)
-    top = logits.max(axis=-1)
-    if mesh_axis is not None:
-        # As ordered bits: pmax is another collective than the one kernel that the loop uses.
-        tops = jax.lax.bitcast_convert_type(top, jnp.int32)
-        tops = jax.lax.bitcast_convert_type(from_all_devices(tops, mesh_axis), jnp.float32)
-        top = tops.max(axis=0)
-    mass = jnp.exp(logits - top[..., None])
+    mass = jnp.exp(logits - top)
     total = psum_over(mass.sum(axis=-1), mesh_axis)
     keep = _keep_largest(keys, mass, total * top_p[:, None], mesh_axis)
     return jnp.where(keep | (top_p >= 1)[:, None, None], logits, -jnp.inf)

@@ -7,10 +7,12 @@ the host only reads counters and new tokens.
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import jax
 import numpy as np
 
 from mimo_jax.decode import accept
-from mimo_jax.decode.engine import Engine, Request
+from mimo_jax.decode.engine import Engine
+from mimo_jax.decode.request import Request
 from mimo_jax.decode.step import DecodeState
 from mimo_jax.timing import Stopwatch
 
@@ -28,6 +30,9 @@ class Completion:
       num_offered_per_step: Drafts that could have been accepted per step.
       ttft_s: Seconds from the start of prefill to the first token on the host.
       decode_s: Seconds from then to the end, shared with the other rows of the batch.
+      logprobs: Log probability of each id of token_ids; None unless the engine records them.
+      top_logprobs: Per id of token_ids the likeliest ids there, best first, as (id, log
+        probability) pairs; None unless the engine records them.
     """
 
     token_ids: list[int]
@@ -37,6 +42,8 @@ class Completion:
     num_offered_per_step: list[int]
     ttft_s: float
     decode_s: float
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
 
 
 @dataclasses.dataclass
@@ -134,6 +141,7 @@ class _Host:
         self.num_steps = np.asarray(state.num_steps)
         self.committed = np.asarray(state.committed_per_step)
         self.accepted = np.asarray(state.accepted_per_step)
+        self.logprobs = jax.tree.map(np.asarray, state.logprobs)
         self.block_len = 1 if state.drafter_cache is None else state.drafter_cache.slack
 
     def completion(self, slot: int, request: Request, ttft_s, decode_s) -> Completion:
@@ -143,6 +151,12 @@ class _Host:
         for count in committed:
             offered.append(min(self.block_len, p + request.max_tokens - length + 1) - 1)
             length += count
+        logprobs = top_logprobs = None
+        if self.logprobs is not None:
+            said = slice(p, int(self.length[slot]))
+            logprobs = self.logprobs.chosen[slot, said].tolist()
+            ids, values = (x[slot, said].tolist() for x in self.logprobs[1:])
+            top_logprobs = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
         return Completion(
             token_ids=self.tokens[slot, p : self.length[slot]].tolist(),
             finish_reason="stop" if self.finish[slot] == accept.STOPPED else "length",
@@ -151,6 +165,8 @@ class _Host:
             num_offered_per_step=offered,
             ttft_s=ttft_s,
             decode_s=decode_s,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
         )
 
 

@@ -12,18 +12,26 @@ import numpy as np
 
 from mimo_jax.decode import accept
 from mimo_jax.decode.answer import AnswerText, cut_completion
-from mimo_jax.decode.engine import Engine, Request
+from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.generate import Completion, generate
+from mimo_jax.decode.request import Request
 from mimo_jax.decode.stats import AcceptStats
 from mimo_jax.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One request as the engine takes it, and the stop strings that it does not know."""
+    """One request as the engine takes it, and what else is wanted of its answer.
+
+    Attributes:
+      request: Token ids and sampling.
+      stops: Stop strings, which the engine does not know.
+      logprobs: Likeliest ids per token to report, or None: no log probabilities.
+    """
 
     request: Request
     stops: tuple[str, ...] = ()
+    logprobs: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +43,7 @@ class Output:
       token_ids: Emitted ids; the last may be a stop id, or have completed a stop string.
       text: Their text without stop id, stop string and special tokens; None without a tokenizer.
       finish_reason: "stop" or "length".
-      completion: Counts of every decode step and times of this answer.
+      completion: Counts of every decode step, log probabilities and times of this answer.
       stats: Accept statistics of this answer.
     """
 
@@ -121,6 +129,12 @@ def _output(
         text = answer.text
         if answer.is_stopped:
             completion = cut_completion(completion, answer.num_tokens)
+    top = completion.top_logprobs
+    if job.logprobs is None:  # another job of the engine wanted them
+        completion = dataclasses.replace(completion, logprobs=None, top_logprobs=None)
+    elif top is not None:
+        cut = [likeliest[: job.logprobs] for likeliest in top]
+        completion = dataclasses.replace(completion, top_logprobs=cut)
     return Output(
         prompt_ids=list(job.request.prompt_ids),
         token_ids=completion.token_ids,

@@ -27,26 +27,38 @@ from jax.sharding import Mesh
 from mimo_jax.checkpoint.hf_drafter import find_drafter, load_drafter
 from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.checkpoint.json_config import read_json
-from mimo_jax.checkpoint.safetensors_reader import CheckpointError
+from mimo_jax.checkpoint.safetensors_reader import CheckpointError, nearest
 from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
+from mimo_jax.decode.accept import MATCH
 from mimo_jax.decode.engine import (
     LENGTH_BUCKET,
     Engine,
-    Request,
     lay_out_for_decode,
     prefers_transposed,
 )
 from mimo_jax.decode.jobs import Job, Output, run_jobs, stream_job
 from mimo_jax.decode.params import SamplingParams
 from mimo_jax.decode.placement import Model
-from mimo_jax.decode.sampling import FILTERED, GREEDY, SAMPLED, mode_for
+from mimo_jax.decode.request import Request
+from mimo_jax.decode.sampling import MODES, mode_for
 from mimo_jax.models.params import flatten
 from mimo_jax.text.chat import load_chat_template, render_chat
 from mimo_jax.text.tokenizer import Tokenizer
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-_MODES = (GREEDY, SAMPLED, FILTERED)  # each covers the ones before it
-_STOP_IDS_BUCKET = 8
+_IDS_BUCKET = 8  # stop ids and logit biases per row come in multiples of this
+# Fields that go to the device as they are.
+_REQUEST_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+)
 
 
 def read_stop_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
@@ -110,6 +122,27 @@ def check_same_tokenizer(ours: Tokenizer | None, drafter_dir: Path) -> None:
                 f"{path}: id {token_id} is {other!r}, expected {mine!r} as in the target's; the "
                 "drafter was made for another tokenizer"
             )
+
+
+def _replace_fields(params: SamplingParams, fields: dict[str, Any]) -> SamplingParams:
+    """params with some fields replaced; a single stop string or a mapping of biases will do.
+
+    Raises:
+      ConfigError: If a field does not exist; names the nearest one.
+    """
+    known = [field.name for field in dataclasses.fields(SamplingParams)]
+    for name in fields:
+        if name not in known:
+            raise ConfigError(f"unknown argument {name!r}{nearest(name, known)}")
+    fields = dict(fields)
+    if isinstance(fields.get("stop"), str):
+        fields["stop"] = (fields["stop"],)
+    if isinstance(fields.get("logit_bias"), Mapping):
+        fields["logit_bias"] = tuple(fields["logit_bias"].items())
+    for name in ("stop", "stop_token_ids", "logit_bias"):
+        if fields.get(name) is not None:
+            fields[name] = tuple(fields[name])
+    return dataclasses.replace(params, **fields)
 
 
 class LLM:
@@ -285,7 +318,12 @@ class LLM:
             )
         eos = () if params.ignore_eos else self.stop_ids
         stop_ids = eos if params.stop_token_ids is None else params.stop_token_ids
-        for what, ids in (("prompt token id", prompt_ids), ("stop token id", stop_ids)):
+        biased = [token_id for token_id, _ in params.logit_bias]
+        for what, ids in (
+            ("prompt token id", prompt_ids),
+            ("stop token id", stop_ids),
+            ("logit_bias id", biased),
+        ):
             if ids and not (min(ids) >= 0 and max(ids) < v):
                 bad = next(i for i in ids if not 0 <= i < v)
                 raise ConfigError(f"{what} {bad} is not in the vocabulary; allowed: 0..{v - 1}")
@@ -298,12 +336,9 @@ class LLM:
             prompt_ids=prompt_ids,
             max_tokens=min(params.max_tokens, context - p),
             stop_ids=stop_ids,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            seed=params.seed,
+            **{name: getattr(params, name) for name in _REQUEST_FIELDS},
         )
-        return Job(request, stops)
+        return Job(request, stops, params.logprobs)
 
     def open_engine(
         self,
@@ -312,6 +347,7 @@ class LLM:
         batch_size: int = 1,
         draft: bool = True,
         draft_block_len: int | None = None,
+        acceptance: str = MATCH,
     ) -> Engine:
         """The engine that fits every one of some jobs; made once per shape and mode.
 
@@ -320,6 +356,7 @@ class LLM:
           batch_size: Rows decoded at once, >= 1.
           draft: Whether to use the drafter, if there is one.
           draft_block_len: 2.. up to what the drafter was trained for; None = that.
+          acceptance: Rule of `accept.RULES` for drafts.
 
         Raises:
           ConfigError: If an argument is out of range.
@@ -340,11 +377,15 @@ class LLM:
         requests = [job.request for job in jobs]
         longest = max(len(r.prompt_ids) + r.max_tokens for r in requests)
         capacity = -(-longest // LENGTH_BUCKET) * LENGTH_BUCKET
-        most_stops = max(1, *(len(r.stop_ids) for r in requests))
-        max_stop_ids = -(-most_stops // _STOP_IDS_BUCKET) * _STOP_IDS_BUCKET
-        modes = {mode_for(r.temperature, r.top_p, r.top_k) for r in requests}
-        mode = max(modes, key=_MODES.index)
-        key = (capacity, batch_size, mode, draft_block_len, max_stop_ids)
+        bucket = lambda counts: -(-max(counts) // _IDS_BUCKET) * _IDS_BUCKET
+        max_stop_ids = bucket([1, *(len(r.stop_ids) for r in requests)])
+        max_bias_ids = bucket([0, *(len(r.logit_bias) for r in requests)])
+        mode = max({mode_for(r) for r in requests}, key=MODES.index)
+        wanted = [job.logprobs for job in jobs if job.logprobs is not None]
+        num_logprobs = max(wanted, default=None)
+        rule = MATCH if drafter is None else acceptance
+        key = (capacity, batch_size, mode, draft_block_len, max_stop_ids, max_bias_ids, rule,
+               num_logprobs)
         if key not in self._engines:
             self._engines[key] = Engine(
                 self.target,
@@ -353,7 +394,10 @@ class LLM:
                 batch_size=batch_size,
                 mode=mode,
                 draft_block_len=None if drafter is None else draft_block_len,
+                rule=rule,
                 max_stop_ids=max_stop_ids,
+                max_bias_ids=max_bias_ids,
+                num_logprobs=num_logprobs,
             )
         return self._engines[key]
 
@@ -362,34 +406,27 @@ class LLM:
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
         *,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int | Sequence[int] = 0,
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Sequence[int] | None = None,
-        ignore_eos: bool = False,
+        seed: int | Sequence[int] | None = None,
         draft: bool = True,
         draft_block_len: int | None = None,
+        acceptance: str = MATCH,
         batch_size: int = 1,
+        **fields: Any,
     ) -> list[Output]:
         """Answers prompts, in their order.
 
         Args:
           prompts: One text, one list of token ids, or a list of either.
-          max_tokens: Most tokens per answer; the context may end an answer earlier.
-          temperature: 0 = greedy.
-          top_p: Nucleus mass; 1 = off.
-          top_k: 0 = off.
+          params: How to decode; default SamplingParams().
           seed: Of every answer, or one seed per prompt (to sample a prompt several times).
-          stop: Strings that end an answer.
-          stop_token_ids: Ids that end an answer, in place of the checkpoint's own.
-          ignore_eos: Do not end at the checkpoint's own stop ids.
           draft: Use the drafter, if there is one. The answers are the same without, only slower.
           draft_block_len: 2.. up to what the drafter was trained for; None = that.
+          acceptance: "match", or "rejection" or "block" for drafts that are sampled themselves:
+            the distribution of answers is the same, the answers of one seed are not.
           batch_size: Rows decoded at once.
+          **fields: Fields of SamplingParams, in place of those of params.
 
         Returns:
           One Output per prompt, also for a single one.
@@ -402,20 +439,14 @@ class LLM:
         is_ids = lambda p: len(p) > 0 and isinstance(p[0], (int, np.integer))
         is_one = isinstance(prompts, str) or is_ids(prompts)
         many = cast(Sequence[str | Sequence[int]], [prompts] if is_one else prompts)
+        params = _replace_fields(params or SamplingParams(), fields)
         if not many:
             return []
+        if seed is None:
+            seed = params.seed
         seeds = [seed] * len(many) if isinstance(seed, int) else list(seed)
         if len(seeds) != len(many):
             raise ConfigError(f"{len(seeds)} seeds for {len(many)} prompts; give one, or one each")
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            stop_token_ids=None if stop_token_ids is None else tuple(stop_token_ids),
-            ignore_eos=ignore_eos,
-        )
         jobs = [
             self.make_job(self.encode(prompt), dataclasses.replace(params, seed=s))
             for prompt, s in zip(many, seeds, strict=True)
@@ -425,6 +456,7 @@ class LLM:
             batch_size=min(batch_size, len(jobs)),
             draft=draft,
             draft_block_len=draft_block_len,
+            acceptance=acceptance,
         )
         done = dict(run_jobs(engine, jobs, self.tokenizer))
         return [done[index] for index in range(len(jobs))]
@@ -452,28 +484,28 @@ class LLM:
     def stream(
         self,
         prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
         *,
-        stop: str | Sequence[str] = (),
         draft: bool = True,
         draft_block_len: int | None = None,
         steps_per_group: int = 4,
-        **params: Any,
+        **fields: Any,
     ) -> Iterator[str]:
         """Yields the answer to one prompt in pieces, never half a character.
 
         Args:
           prompt: Text (of a conversation: what `render_chat` gives) or token ids.
-          stop: Strings that end the answer.
+          params: How to decode; default SamplingParams().
           draft: Use the drafter, if there is one.
           draft_block_len: As in `generate`.
           steps_per_group: Decode steps between two pieces.
-          **params: Other fields of SamplingParams.
+          **fields: As in `generate`.
 
         Raises:
           ConfigError: At the call, not at the first piece.
         """
         tokenizer = self.need_tokenizer("streaming text needs a tokenizer")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        job = self.make_job(self.encode(prompt), SamplingParams(stop=stops, **params))
+        params = _replace_fields(params or SamplingParams(), fields)
+        job = self.make_job(self.encode(prompt), params)
         engine = self.open_engine([job], draft=draft, draft_block_len=draft_block_len)
         return stream_job(engine, job, tokenizer, steps_per_group=steps_per_group)

@@ -26,6 +26,14 @@ class SamplingParams:
       temperature: 0 = greedy.
       top_p: Nucleus mass in (0, 1]; 1 = off.
       top_k: 0 = off.
+      min_p: Least probability as a share of the largest, in [0, 1); 0 = off.
+      repetition_penalty: Above 0; positive logits of ids that were said or asked are divided by
+        it, negative ones multiplied; 1 = off.
+      presence_penalty: In [-2, 2], subtracted from the logits of ids that were said; 0 = off.
+      frequency_penalty: In [-2, 2], subtracted once for each time an id was said; 0 = off.
+      logit_bias: (id, value) pairs, values in [-100, 100], added to logits; at most 300.
+      logprobs: Report the log probability of each token and of this many likeliest ids at its
+        position, 0..20; None = report none.
       seed: Of the noise, 0..2^31-1. The same seed and prompt give the same answer.
       stop: Strings that end the answer; neither they nor what follows is part of the text.
       stop_token_ids: Ids that end the answer, in place of the checkpoint's own; None = its own.
@@ -39,6 +47,12 @@ class SamplingParams:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] | None = None
@@ -50,5 +64,15 @@ class SamplingParams:
         _require(is_temperature, "temperature", self.temperature, ">= 0 (0 = greedy)")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0, up to 1 (1 = off)")
         _require(0 <= self.top_k < 2**31, "top_k", self.top_k, ">= 0 (0 = off)")
+        _require(0 <= self.min_p < 1, "min_p", self.min_p, "0 up to below 1 (0 = off)")
+        penalty = self.repetition_penalty
+        _require(0 < penalty < math.inf, "repetition_penalty", penalty, "above 0 (1 = off)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(abs(getattr(self, name)) <= 2, name, getattr(self, name), "-2..2 (0 = off)")
+        _require(len(self.logit_bias) <= 300, "logit_bias", "of so many ids", "at most 300 ids")
+        for token_id, value in self.logit_bias:
+            _require(abs(value) <= 100, f"logit_bias of id {token_id}", value, "-100..100")
+        _require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", self.logprobs,
+                 "0..20")
         _require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"0..{MAX_SEED}")
         _require(all(self.stop), "stop", "''", "strings of at least one character")

@@ -13,14 +13,52 @@ from typing import NamedTuple, Protocol, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mimo_jax.cache import KVCache
 from mimo_jax.config import DrafterConfig
 from mimo_jax.decode import accept
-from mimo_jax.decode.sampling import RowSampling, sample
+from mimo_jax.decode.sampling import (
+    ADJUSTED,
+    RowSampling,
+    adjust_logits,
+    coins,
+    count_ids,
+    probabilities,
+    propose,
+    sample,
+    sample_by_weight,
+    target_logits,
+)
 from mimo_jax.layers.linear import psum_over
+from mimo_jax.layers.vocab import argmax_lowest, at_ids, first_id, from_all_devices, max_over
 from mimo_jax.models.target import Target
+
+
+class SeenIds(NamedTuple):
+    """Ids that a row has met; on a mesh of this device's stretch of the vocabulary.
+
+    Attributes:
+      num_emitted: int32 [b, v], how often each id stands in the output.
+      is_in_prompt: bool [b, v].
+    """
+
+    num_emitted: Int[Array, "b v"]
+    is_in_prompt: Bool[Array, "b v"]
+
+
+class Logprobs(NamedTuple):
+    """Log probabilities of the raw logits (no temperature, no filter), by position or by slot.
+
+    Attributes:
+      chosen: float32 [b, s], of the token that stands there.
+      top_ids: int32 [b, s, n], the n likeliest ids, best first.
+      top: float32 [b, s, n], theirs.
+    """
+
+    chosen: Float[Array, "b s"]
+    top_ids: Int[Array, "b s n"]
+    top: Float[Array, "b s n"]
 
 
 @no_type_check  # a pytree also holds tracers, shapes and shardings
@@ -36,6 +74,8 @@ class DecodeState:
       finish: int32 [b] accept.RUNNING, STOPPED or LENGTH.
       stop_ids: int32 [b, n] padded with -1.
       sampling: Per-row parameters.
+      seen: What penalties look at; None unless the program's mode adjusts logits.
+      logprobs: Of the committed tokens; None unless asked for.
       num_steps: int32 [b] decode steps so far (prefill not counted).
       committed_per_step: int8 [b, s]; entry i = tokens committed by the row's step i.
       accepted_per_step: int8 [b, s]; drafts accepted before cuts; 0 throughout in plain decoding.
@@ -49,6 +89,8 @@ class DecodeState:
     finish: Int[Array, "b"]
     stop_ids: Int[Array, "b n"]
     sampling: RowSampling
+    seen: SeenIds | None
+    logprobs: Logprobs | None
     num_steps: Int[Array, "b"]
     committed_per_step: Int[Array, "b s"]
     accepted_per_step: Int[Array, "b s"]
@@ -78,10 +120,10 @@ class BlockDrafter(Protocol):
         """Context memory with a verified block's features."""
         ...
 
-    def propose(
+    def draft_logits(
         self, target, anchors, cache, anchor_pos, active_len, draft_block_len
-    ) -> Int[Array, "b m"]:
-        """Draft tokens for the positions after the anchors."""
+    ) -> Float[Array, "b m v"]:
+        """Logits of the positions after the anchors, over the first ids of the vocabulary."""
         ...
 
 
@@ -90,55 +132,150 @@ class StepResult(NamedTuple):
 
     emitted: Int[Array, "b m1"]
     num_accepted: Int[Array, "b"]
+    logprobs: Logprobs | None
     target_cache: KVCache
     drafter_cache: KVCache | None
 
 
 def _write_at(buffer, block, column):
-    """buffer [b, s] with block [b, t] written from column[b] of each row."""
-    for row in range(buffer.shape[0] if buffer.shape[0] <= 8 else 0):
-        buffer = jax.lax.dynamic_update_slice(buffer, block[row : row + 1], (row, column[row]))
+    """buffer [b, s, ...] with block [b, t, ...] written from column[b] of each row."""
+    zeros = (0,) * (buffer.ndim - 2)
     if buffer.shape[0] > 8:
-        one_row = lambda r, x, c: jax.lax.dynamic_update_slice(r, x, (c,))
-        buffer = jax.vmap(one_row)(buffer, block, column)
+        one_row = lambda r, x, c: jax.lax.dynamic_update_slice(r, x, (c, *zeros))
+        return jax.vmap(one_row)(buffer, block, column)
+    for row in range(buffer.shape[0]):
+        start = (row, column[row], *zeros)
+        buffer = jax.lax.dynamic_update_slice(buffer, block[row : row + 1], start)
     return buffer
 
 
-def draft(
-    target: Target, drafter: BlockDrafter, state: DecodeState, draft_block_len: int
-) -> tuple[Int[Array, "b m1"], Int[Array, "b"]]:
-    """Proposes one block per row.
+class Draft(NamedTuple):
+    """A proposed block.
 
-    Returns:
-      block ids [b, m1] = [anchor, proposals], and active_len [b]: near the length limit the block
-      shrinks to the tokens that may still be emitted.
+    Attributes:
+      block: int32 [b, m1] = [anchor, proposals].
+      active_len: int32 [b]; near the length limit the block shrinks to the tokens that may still
+        be emitted.
+      probs: [b, m, v] that the proposals were sampled from; None where they are the argmax.
     """
+
+    block: Int[Array, "b m1"]
+    active_len: Int[Array, "b"]
+    probs: Float[Array, "b m v"] | None
+
+
+def draft(
+    target: Target,
+    drafter: BlockDrafter,
+    state: DecodeState,
+    *,
+    mode: str,
+    rule: str,
+    draft_block_len: int,
+) -> Draft:
+    """Proposes one block per row, by argmax or, for the rules that judge samples, by sampling."""
     anchor_pos = state.length - 1
     anchors = jnp.take_along_axis(state.tokens, anchor_pos[:, None], axis=1)[:, 0]
     active_len = jnp.clip(state.max_len - anchor_pos, 1, draft_block_len)
-    proposals = drafter.propose(
+    logits = drafter.draft_logits(
         target, anchors, state.drafter_cache, anchor_pos, active_len, draft_block_len
     )
-    return jnp.concatenate([anchors[:, None], proposals], axis=1), active_len
+    if rule == accept.MATCH:
+        ids, probs = argmax_lowest(logits, target.mesh_axis), None
+    else:
+        if target.mesh_axis is None:  # a smaller draft vocabulary: the other ids are not proposed
+            missing = target.config.vocab_size - logits.shape[-1]
+            pad = ((0, 0), (0, 0), (0, missing))
+            logits = jnp.pad(logits, pad, constant_values=-jnp.inf)
+        slots = jnp.arange(1, draft_block_len, dtype=jnp.int32)[None, :]
+        positions = anchor_pos[:, None] + slots
+        ids, probs = propose(logits, state.sampling, positions, mode, target.mesh_axis)
+    return Draft(jnp.concatenate([anchors[:, None], ids], axis=1), active_len, probs)
+
+
+def adjusted(logits, state: DecodeState, drafts: Int[Array, "b m"], mode: str, mesh_axis):
+    """Logits [b, m1, v] with penalties and biases, each position seeing the drafts before it."""
+    if mode != ADJUSTED:
+        return logits
+    assert state.seen is not None, "a program of this mode counts ids"
+    v = logits.shape[-1]
+    ids = first_id(v, mesh_axis) + jnp.arange(v, dtype=jnp.int32)
+    is_draft = (drafts[:, :, None] == ids[None, None, :]).astype(jnp.int32)
+    before = jnp.pad(jnp.cumsum(is_draft, axis=1), ((0, 0), (1, 0), (0, 0)))
+    counts = state.seen.num_emitted[:, None, :] + before
+    return adjust_logits(logits, state.sampling, counts, state.seen.is_in_prompt, mesh_axis)
+
+
+def logprobs_of(
+    logits: Float[Array, "b t v"], ids: Int[Array, "b t"], num_top: int, mesh_axis: str | None
+) -> Logprobs:
+    """Log probabilities of the given ids and of the num_top likeliest, from raw logits."""
+    top = max_over(logits.max(axis=-1), mesh_axis)[..., None]
+    total = psum_over(jnp.exp(logits - top).sum(axis=-1), mesh_axis)
+    log_total = (jnp.log(total) + top[..., 0])[..., None]
+    chosen = at_ids(logits, ids, mesh_axis) - log_total[..., 0]
+    values, top_ids = jax.lax.top_k(logits, num_top)
+    if mesh_axis is not None:
+        v = logits.shape[-1]
+        bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+        pairs = from_all_devices(jnp.stack([bits, top_ids + first_id(v, mesh_axis)]), mesh_axis)
+        join = lambda x: jnp.moveaxis(x, 0, -2).reshape(*ids.shape, -1)  # lower devices first
+        values = jax.lax.bitcast_convert_type(join(pairs[:, 0]), jnp.float32)
+        values, order = jax.lax.top_k(values, num_top)
+        top_ids = jnp.take_along_axis(join(pairs[:, 1]), order, axis=-1)
+    return Logprobs(chosen, top_ids, values - log_total)
 
 
 def speculative_step(
-    target: Target, drafter: BlockDrafter, state: DecodeState, *, mode: str, draft_block_len: int
+    target: Target,
+    drafter: BlockDrafter,
+    state: DecodeState,
+    *,
+    mode: str,
+    draft_block_len: int,
+    rule: str = accept.MATCH,
 ) -> StepResult:
     """Draft, verify and accept one block; memory is written for the whole block."""
-    block, active_len = draft(target, drafter, state, draft_block_len)
+    axis = target.mesh_axis
+    drafted = draft(
+        target, drafter, state, mode=mode, rule=rule, draft_block_len=draft_block_len
+    )
+    block, active_len = drafted.block, drafted.active_len
     start = state.length - 1
     out = target.step(
         block, state.target_cache, start, tap_layer_ids=drafter.config.target_layer_ids
     )
     slots = jnp.arange(1, draft_block_len + 1, dtype=jnp.int32)[None, :]
     positions = start[:, None] + slots
-    emitted = sample(out.logits, state.sampling, positions, mode, target.mesh_axis)
-    num_accepted = accept.accept_by_match(block[:, 1:], emitted, active_len)
+    logits = adjusted(out.logits, state, block[:, 1:], mode, axis)
+    if drafted.probs is None:
+        emitted = sample(logits, state.sampling, positions, mode, axis)
+        num_accepted = accept.accept_by_match(block[:, 1:], emitted, active_len)
+    else:
+        judge = accept.accept_by_block if rule == accept.BLOCK else accept.accept_by_rejection
+        probs = probabilities(
+            target_logits(logits, state.sampling, mode, axis), state.sampling, axis
+        )
+        uniform = coins(state.sampling, positions[:, :-1])
+        verdict = judge(block[:, 1:], drafted.probs, probs, uniform, active_len, axis)
+        num_accepted = verdict.num_accepted
+        bonus_pos = state.length + num_accepted
+        bonus = sample_by_weight(verdict.bonus_weights, state.sampling, bonus_pos, axis)
+        is_bonus = slots - 1 == num_accepted[:, None]
+        drafts = jnp.pad(block[:, 1:], ((0, 0), (0, 1)))
+        emitted = jnp.where(is_bonus, bonus[:, None], drafts)
     assert out.cache is not None
     assert out.context_features is not None  # taps were asked for
     drafter_cache = drafter.inject_context(state.drafter_cache, out.context_features, start)
-    return StepResult(emitted, num_accepted, out.cache, drafter_cache)
+    return StepResult(
+        emitted, num_accepted, _logprobs(out.logits, emitted, state, axis), out.cache, drafter_cache
+    )
+
+
+def _logprobs(logits, emitted, state: DecodeState, mesh_axis) -> Logprobs | None:
+    if state.logprobs is None:
+        return None
+    return logprobs_of(logits, emitted, state.logprobs.top_ids.shape[-1], mesh_axis)
 
 
 def plain_step(target: Target, state: DecodeState, *, mode: str) -> StepResult:
@@ -147,11 +284,16 @@ def plain_step(target: Target, state: DecodeState, *, mode: str) -> StepResult:
     anchors = jnp.take_along_axis(state.tokens, start[:, None], axis=1)
     out = target.step(anchors, state.target_cache, start)
     assert out.cache is not None  # a step always returns its memory
-    emitted = sample(out.logits, state.sampling, state.length[:, None], mode, target.mesh_axis)
-    return StepResult(emitted, jnp.zeros_like(start), out.cache, state.drafter_cache)
+    axis = target.mesh_axis
+    logits = adjusted(out.logits, state, anchors[:, :0], mode, axis)
+    emitted = sample(logits, state.sampling, state.length[:, None], mode, axis)
+    logprobs = _logprobs(out.logits, emitted, state, axis)
+    return StepResult(emitted, jnp.zeros_like(start), logprobs, out.cache, state.drafter_cache)
 
 
-def commit(state: DecodeState, result: StepResult) -> DecodeState:
+def commit(
+    state: DecodeState, result: StepResult, mesh_axis: str | None = None
+) -> DecodeState:
     """Makes the accepted tokens and the bonus permanent, cut by stop ids and length."""
     was_done = state.is_done
     committed = accept.cut_at_stop_and_limit(
@@ -167,8 +309,21 @@ def commit(state: DecodeState, result: StepResult) -> DecodeState:
     def note(record, values):
         return jnp.where(is_now, values[:, None].astype(record.dtype), record)
 
+    seen, logprobs = state.seen, state.logprobs
+    if seen is not None:
+        slot = jnp.arange(result.emitted.shape[1], dtype=jnp.int32)[None, :]
+        is_committed = slot < committed.num_committed[:, None]
+        v = seen.num_emitted.shape[1]
+        counts = count_ids(result.emitted, is_committed, v, mesh_axis)
+        seen = seen._replace(num_emitted=seen.num_emitted + counts)
+    if logprobs is not None and result.logprobs is not None:
+        logprobs = Logprobs(
+            *(_write_at(a, b, state.length) for a, b in zip(logprobs, result.logprobs, strict=True))
+        )
     return dataclasses.replace(
         state,
+        seen=seen,
+        logprobs=logprobs,
         tokens=_write_at(state.tokens, result.emitted, state.length),
         length=state.length + committed.num_committed,
         finish=jnp.where(was_done, state.finish, committed.finish),
@@ -188,6 +343,7 @@ def run_steps(
     *,
     mode: str,
     draft_block_len: int,
+    rule: str = accept.MATCH,
     row_axis: str | None = None,
 ) -> DecodeState:
     """Up to num_steps steps, stopping when every row is done. One dispatch, no host traffic.
@@ -199,6 +355,7 @@ def run_steps(
       num_steps: int32 scalar.
       mode: Sampling mode of the program.
       draft_block_len: Slots of a draft block.
+      rule: Acceptance rule, of accept.RULES.
       row_axis: Mesh axis that the rows are cut over, or None: devices leave the loop together.
     """
 
@@ -211,9 +368,9 @@ def run_steps(
             result = plain_step(target, state, mode=mode)
         else:
             result = speculative_step(
-                target, drafter, state, mode=mode, draft_block_len=draft_block_len
+                target, drafter, state, mode=mode, draft_block_len=draft_block_len, rule=rule
             )
-        state = commit(state, result)
+        state = commit(state, result, target.mesh_axis)
         return step + 1, num_running(state), state
 
     def is_open(carry):

@@ -1,12 +1,12 @@
-"""Routed experts: the router, and five ways to run the chosen experts.
+"""Routed experts: the router, and four ways to run the chosen experts, all exact.
 
 Experts are stored gate and up [d, e, f], down [e, f, d]: all experts together are then three plain
 matrices, [d, e*f] twice and [e*f, d]. Gate and up stay two matrices, here and in dense layers: 8
 tokens through both cost 38 us, through one fused matrix 69 (192 to 384 twice, XLA:CPU, which runs
 the two products side by side and fuses what follows).
 
-Which way is a question of how many tokens there are, never of the result (only `capacity`, for
-training, may drop a token):
+Which way is a question of how many tokens there are, never of the result (training has a way of its
+own, which may drop a token: `layers/dispatch.py`):
 
   * sliced:   a step of one token. Reads the chosen experts only, one dynamic slice each.
   * dense:    a draft block when experts are few. All experts as two wide matmuls, the unchosen
@@ -15,10 +15,9 @@ training, may drop a token):
   * grouped:  many tokens. Sort by expert, `lax.ragged_dot`.
   * packed:   MXFP4 experts, decoded where they are used: chosen ones gathered for a few tokens, one
               expert after the other for many: a prompt never decodes a whole layer at once.
-  * capacity: training. Each expert takes a fixed number of rows, so shapes are static and both
-              directions are gathers; measured 1.8x `ragged_dot` on 2 CPU cores (4,096 tokens).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -122,6 +121,35 @@ def run_experts(
     return _run_grouped(x, expert_ids, weights, experts)
 
 
+def route_and_run(
+    route_fn: Callable,
+    x: Float[Array, "b t d"],
+    w_router: Float[Array, "d e"],
+    selection_bias: Float[Array, "e"],
+    experts: Experts | PackedExperts,
+    *,
+    run: Callable = run_experts,
+) -> tuple[Float[Array, "b t d"], Int[Array, "b t top_k"], Float[Array, "b t top_k"]]:
+    """A sparse layer: chooses experts and runs them; training puts its own way in its place.
+
+    Args:
+      route_fn: `route` with its options bound: (x, w_router, selection_bias) -> ids, weights, ...
+      x: Tokens.
+      w_router: As in `route`.
+      selection_bias: As in `route`.
+      experts: All experts.
+      run: As `run_experts`.
+
+    Returns:
+      Weighted sum of the chosen experts, their ids, and their weights.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    expert_ids, weights, _ = route_fn(flat, w_router, selection_bias)
+    out = run(flat, expert_ids, weights, experts)
+    back = lambda y: y.reshape(*x.shape[:-1], -1)
+    return back(out), back(expert_ids), back(weights)
+
+
 def _run_sliced(x, expert_ids, weights, experts):
     pick = jax.lax.dynamic_index_in_dim
     rows = []
@@ -194,61 +222,3 @@ def _run_grouped(x, expert_ids, weights, experts):
     out = out * jnp.take(weights.reshape(-1), order)[:, None].astype(x.dtype)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(t * top_k, dtype=order.dtype))
     return jnp.take(out, back, axis=0).reshape(t, top_k, -1).sum(axis=1)
-
-
-@jax.custom_vjp
-def _gather_rows(x, index, users):
-    """out[i] = x[index[i]], an index of len(x) giving zeros; `users` serves the way back.
-
-    users [len(x), r] lists for each row of x the outputs that read it (len(out) = none): the
-    gradient is then a gather as well, where XLA's own would be a scatter-add.
-    """
-    padded = jnp.concatenate([x, jnp.zeros((1, x.shape[1]), x.dtype)])
-    return jnp.take(padded, index, axis=0)
-
-
-def _gather_rows_fwd(x, index, users):
-    return _gather_rows(x, index, users), users
-
-
-def _gather_rows_bwd(users, grad):
-    padded = jnp.concatenate([grad, jnp.zeros((1, grad.shape[1]), grad.dtype)])
-    return jnp.take(padded, users, axis=0).sum(axis=1), None, None
-
-
-_gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
-
-
-def run_experts_with_capacity(
-    x: Float[Array, "t d"],
-    expert_ids: Int[Array, "t top_k"],
-    weights: Float[Array, "t top_k"],
-    experts: Experts,
-    *,
-    capacity_factor: float,
-) -> Float[Array, "t d"]:
-    """As `run_experts`, but each expert serves its first t*top_k/e*capacity_factor rows only.
-
-    For training: rows past the capacity contribute nothing (and get no gradient from here).
-    """
-    t, top_k = expert_ids.shape
-    e = experts.down.shape[0]
-    capacity = min(t, -(-int(t * top_k * capacity_factor) // e))
-    flat_ids = expert_ids.reshape(-1)
-    chosen = jax.nn.one_hot(flat_ids, e, dtype=jnp.int32)
-    rank = jnp.sum((jnp.cumsum(chosen, axis=0) - 1) * chosen, axis=1)
-    num_slots = e * capacity
-    slot = jnp.where(rank < capacity, flat_ids * capacity + rank, num_slots)  # [t * top_k]
-    pair_of_slot = (
-        jnp.full((num_slots + 1,), t * top_k, jnp.int32)
-        .at[slot]
-        .set(jnp.arange(t * top_k, dtype=jnp.int32))[:num_slots]
-    )
-    token_of_slot = jnp.where(pair_of_slot < t * top_k, pair_of_slot // top_k, t)
-    rows = _gather_rows(x, token_of_slot, slot.reshape(t, top_k)).reshape(e, capacity, -1)
-    gate = jnp.einsum("ecd,def->ecf", rows, experts.gate)
-    up = jnp.einsum("ecd,def->ecf", rows, experts.up)
-    out = jnp.einsum("ecf,efd->ecd", jax.nn.silu(gate) * up, experts.down)
-    out = _gather_rows(out.reshape(num_slots, -1), slot, pair_of_slot[:, None])
-    out = out.reshape(t, top_k, -1)
-    return jnp.einsum("tkd,tk->td", out, weights.astype(x.dtype))

@@ -57,6 +57,28 @@ def argmax_lowest(
     return jnp.min(jnp.where(is_top, pairs[:, 1], jnp.iinfo(jnp.int32).max), axis=0)
 
 
+def at_ids(
+    values: Float[Array, "*b v"], ids: Int[Array, "*b"], mesh_axis: str | None = None
+) -> Float[Array, "*b"]:
+    """values[..., ids]; on a mesh the values are this device's stretch, the ids global."""
+    v = values.shape[-1]
+    local_ids = ids - first_id(v, mesh_axis)
+    found = jnp.take_along_axis(values, jnp.clip(local_ids, 0, v - 1)[..., None], axis=-1)[..., 0]
+    if mesh_axis is None:
+        return found
+    is_here = (local_ids >= 0) & (local_ids < v)
+    return psum_over(jnp.where(is_here, found, jnp.zeros_like(found)), mesh_axis)
+
+
+def max_over(x: Float[Array, "*b"], mesh_axis: str | None) -> Float[Array, "*b"]:
+    """The maximum over the devices of a mesh axis, by psum: pmax is another collective."""
+    if mesh_axis is None:
+        return x
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    everyones = jax.lax.bitcast_convert_type(from_all_devices(bits, mesh_axis), jnp.float32)
+    return everyones.max(axis=0)
+
+
 def from_all_devices(
     x: Shaped[Array, "*s"], mesh_axis: str
 ) -> Shaped[Array, "devices *s"]:

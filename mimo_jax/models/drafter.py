@@ -32,7 +32,6 @@ from mimo_jax.layers.linear import linear
 from mimo_jax.layers.moe import swiglu
 from mimo_jax.layers.norm import rms_norm
 from mimo_jax.layers.rope import apply_rope, inverse_frequencies, rope_tables
-from mimo_jax.layers.vocab import argmax_lowest
 from mimo_jax.models.params import weight
 from mimo_jax.models.target import Target
 
@@ -179,7 +178,7 @@ class Drafter(nnx.Module):
         new_cache = kv.KVCache(layers, cache.ring_positions, cache.windows, cache.slack)
         return kv.finish_chunk(new_cache, start, num_valid)
 
-    def propose(
+    def draft_logits(
         self,
         target: Target,
         anchors: Int[Array, "b"],
@@ -187,8 +186,8 @@ class Drafter(nnx.Module):
         anchor_pos: Int[Array, "b"],
         active_len: Int[Array, "b"],
         draft_block_len: int,
-    ) -> Int[Array, "b m"]:
-        """Drafts one block: the argmax of each mask slot; what the decode loop asks of a drafter.
+    ) -> Float[Array, "b m v"]:
+        """Drafts one block: logits of each mask slot; what the decode loop asks of a drafter.
 
         Args:
           target: Gives the embedding and the head.
@@ -199,12 +198,12 @@ class Drafter(nnx.Module):
           draft_block_len: Slots of the block, at most the trained length.
 
         Returns:
-          int32 [b, draft_block_len - 1], proposals for positions anchor_pos + 1, + 2, ...
+          float32 [b, draft_block_len - 1, draft vocabulary] for positions anchor_pos + 1, + 2,
+          ...; on a mesh as `Target.unembed`.
         """
         block = self.embed_block(target, anchors, draft_block_len)
         hidden = self.draft_hidden(block, cache, anchor_pos, active_len)
-        logits = target.unembed(hidden[:, 1:], self.config.vocab_size)
-        return argmax_lowest(logits, target.mesh_axis)
+        return target.unembed(hidden[:, 1:], self.config.vocab_size)
 
     def embed_block(
         self, target: Target, anchors: Int[Array, "b"], draft_block_len: int

@@ -8,6 +8,7 @@ The q, k and v projections stand side by side in one matrix: a decode step is ma
 Layers are unrolled: their geometry differs by kind, and XLA would copy each slice of a stack.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,6 +34,11 @@ from pallas_kernels.formats import MX_GROUP_LEN
 
 # Queries per chunk of a global layer over a whole row.
 _ROW_CHUNK_LEN = 128
+
+
+def _anywhere(x, axes):
+    del axes
+    return x
 
 
 class TargetOutput(NamedTuple):
@@ -175,7 +181,8 @@ class Target(nnx.Module):
         segment_ids: Int[Array, "b t"] | None = None,
         positions: Int[Array, "b t"] | None = None,
         tap_layer_ids: tuple[int, ...] = (),
-        capacity_factor: float | None = None,
+        run_sparse: Callable = moe.route_and_run,
+        place: Callable = _anywhere,
     ) -> TargetOutput:
         """Forward over whole rows, without memory: training and parity.
 
@@ -184,23 +191,31 @@ class Target(nnx.Module):
           segment_ids: Packed documents; tokens see their own segment only. None = one document.
           positions: RoPE positions; default 0..t-1. Only differences within a segment matter.
           tap_layer_ids: Layers whose output is returned as context features.
-          capacity_factor: Run experts with a capacity (training); None = exact.
+          run_sparse: A sparse layer, as `moe.route_and_run`; training has its own.
+          place: (activation, logical axes) -> the activation, held to its place on a mesh.
         """
         b, t = token_ids.shape
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None], (b, t))
         if segment_ids is None:
             segment_ids = jnp.ones((b, t), jnp.int32)
-        mix = mix_whole_rows(self.config, segment_ids)
+        whole_rows = mix_whole_rows(self.config, segment_ids)
+
+        def mix(layer_idx, queries, keys, values, sink):
+            queries = place(queries, ("batch", "sequence", "heads", None))
+            keys, values = (place(x, ("batch", "kv_heads", None, None)) for x in (keys, values))
+            return whole_rows(layer_idx, queries, keys, values, sink)
+
         hidden, features, routing, _ = run_layers(
             self,
-            self.embed(token_ids),
+            place(self.embed(token_ids), ("batch", "sequence", None)),
             positions,
             mix,
             tap_layer_ids,
-            capacity_factor,
+            run_sparse,
         )
-        return TargetOutput(self.unembed(hidden), features, None, routing)
+        logits = place(self.unembed(hidden), ("batch", "sequence", "vocab"))
+        return TargetOutput(logits, features, None, routing)
 
     def prefill(
         self,
@@ -327,7 +342,7 @@ def run_layers(
     positions: Int[Array, "b t"],
     mix: Callable,
     tap_layer_ids: tuple[int, ...],
-    capacity_factor: float | None = None,
+    run_sparse: Callable = moe.route_and_run,
 ):
     """Residual stream through all layers of a model and its final norm.
 
@@ -337,14 +352,14 @@ def run_layers(
       positions: RoPE positions.
       mix: (layer_idx, queries, keys, values, sink) -> attention output; how queries meet keys.
       tap_layer_ids: Layers whose output is returned, side by side.
-      capacity_factor: Run experts with a capacity (training); None = exact.
+      run_sparse: A sparse layer, as `moe.route_and_run`.
 
     Returns:
       (normed hidden [b, t, d], context features or None, routing of the sparse layers, residual
       stream before the norm [b, t, d]).
     """
     config = model.config
-    b, t, d = x.shape
+    b, t, _ = x.shape
     tables, taps, routing = {}, {}, []
     for layer_idx, layer in enumerate(model.layers):
         geometry = config.layer_attention(layer_idx)
@@ -381,26 +396,16 @@ def run_layers(
         )
         normed = rms_norm(x, layer.ffn_norm[...], eps=config.norm_eps)
         if config.moe is not None and config.is_moe_layer[layer_idx]:
-            flat = normed.reshape(b * t, d)
-            expert_ids, expert_weights, _ = moe.route(
-                flat,
-                layer.w_router[...],
-                layer.selection_bias[...],
+            route_fn = functools.partial(
+                moe.route,
                 top_k=config.moe.top_k,
                 routed_scale=config.moe.routed_scale,
                 scoring=config.moe.scoring,
             )
-            experts = layer.experts()
-            if capacity_factor is None:
-                out = moe.run_experts(flat, expert_ids, expert_weights, experts)
-            else:
-                out = moe.run_experts_with_capacity(
-                    flat, expert_ids, expert_weights, experts, capacity_factor=capacity_factor
-                )
-            routing.append(
-                (expert_ids.reshape(b, t, -1), expert_weights.reshape(b, t, -1))
-            )
-            x = x + psum_over(out.reshape(b, t, d), model.mesh_axis)
+            router = (layer.w_router[...], layer.selection_bias[...])
+            out, expert_ids, expert_weights = run_sparse(route_fn, normed, *router, layer.experts())
+            routing.append((expert_ids, expert_weights))
+            x = x + psum_over(out, model.mesh_axis)
         else:
             matrices = (layer.w_gate[...], layer.w_up[...], layer.w_down[...])
             x = x + moe.swiglu(

@@ -67,9 +67,9 @@ class Request:
         return {DATA: 1, MODEL: self.num_devices}
 
     @property
-    def train_mesh(self) -> tuple[int, int, int]:
+    def train_mesh(self) -> tuple[int, ...]:
         """Train mesh: all devices along "data"."""
-        return self.num_devices, 1, 1
+        return self.num_devices, *(1 for _ in TRAIN.mesh_axes[1:])
 
 
 def make_request(

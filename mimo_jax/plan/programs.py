@@ -17,18 +17,12 @@ from mimo_jax.decode.engine import PROMPT_CHUNK, Engine
 from mimo_jax.decode.placement import shapes_on_mesh
 from mimo_jax.decode.sampling import RowSampling
 from mimo_jax.models.drafter import Drafter
-from mimo_jax.models.params import abstract, named_shardings
+from mimo_jax.models.params import abstract
 from mimo_jax.models.target import Target
 from mimo_jax.plan.published import PublishedModel, read_config
-from mimo_jax.sharding import TRAIN
-from mimo_jax.train.step import (
-    Batch,
-    TrainState,
-    init_state,
-    make_drafter_step,
-    make_optimizer,
-    make_target_step,
-)
+from mimo_jax.train.drafter_step import make_drafter_step
+from mimo_jax.train.placement import ROWS, num_row_parts, param_shardings, state_shardings
+from mimo_jax.train.step import Batch, init_state, make_optimizer, make_target_step
 
 
 def _engine(
@@ -104,17 +98,9 @@ def _sharded(shapes, shardings):
     )
 
 
-def _like_params(state: TrainState, params, shardings, mesh: Mesh):
-    """Shardings of a train state: leaves shaped like a parameter lie where it lies."""
-    where = {}
-    for leaf, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True):
-        where.setdefault(leaf.shape, sharding)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda leaf: where.get(leaf.shape, everywhere), state)
-
-
 def _batch(mesh: Mesh, rows: int, length: int) -> Batch:
-    cut = NamedSharding(mesh, TRAIN.spec(("batch", None)))
+    cut = NamedSharding(mesh, PartitionSpec(ROWS))
+    rows += -rows % num_row_parts(mesh)
 
     def array(dtype) -> Any:
         return jax.ShapeDtypeStruct((rows, length), dtype, sharding=cut)
@@ -130,42 +116,41 @@ def _experiment(config: str):
     return experiment
 
 
+def _train_state(params, optimizer, mesh: Mesh) -> Any:
+    state = jax.eval_shape(lambda p: init_state(p, optimizer), params)
+    return _sharded(state, state_shardings(state, mesh))
+
+
 def lower_target_step(mesh: Mesh, *, config: str) -> jax.stages.Lowered:
     """A whole optimizer step of the target: forward, backward, Muon, balancing; float32."""
     experiment = _experiment(config)
+    options = experiment.target_train
     graph, params = abstract(
         lambda: Target(experiment.target, rngs=nnx.Rngs(0), dtype=jnp.float32)
     )
-    optimizer = make_optimizer(params, experiment.target_train)
-    state = jax.eval_shape(lambda p: init_state(p, optimizer), params)
-    shardings = named_shardings(params, TRAIN, mesh)
-    state = _sharded(state, _like_params(state, params, shardings, mesh))
-    batch = _batch(mesh, experiment.target_train.batch_rows, experiment.corpus.row_len)
-    return make_target_step(graph, optimizer, experiment.target_train).lower(state, batch)
+    optimizer = make_optimizer(params, options, mesh)
+    batch = _batch(mesh, options.batch_rows, experiment.corpus.row_len)
+    state = _train_state(params, optimizer, mesh)
+    return make_target_step(graph, optimizer, options, mesh).lower(state, batch)
 
 
 def lower_drafter_step(mesh: Mesh, *, config: str) -> jax.stages.Lowered:
     """A whole optimizer step of the drafter, the frozen target's forward included; float32."""
     experiment = _experiment(config)
+    options = experiment.drafter_train
     make_target = lambda: Target(experiment.target, rngs=nnx.Rngs(0), dtype=jnp.float32)
     make_drafter = lambda: Drafter(experiment.drafter, rngs=nnx.Rngs(0), dtype=jnp.float32)
     target_graph, target_params = abstract(make_target)
     drafter_graph, drafter_params = abstract(make_drafter)
-    everywhere = NamedSharding(mesh, PartitionSpec())
     mask = jax.ShapeDtypeStruct((experiment.drafter.hidden_size,), jnp.float32)
     trained = {"drafter": drafter_params, "mask_embedding": mask}
-    optimizer = make_optimizer(trained, experiment.drafter_train)
-    state = jax.eval_shape(lambda p: init_state(p, optimizer), trained)
-    shardings = {
-        "drafter": named_shardings(drafter_params, TRAIN, mesh),
-        "mask_embedding": everywhere,
-    }
-    state = _sharded(state, _like_params(state, trained, shardings, mesh))
-    target_params = _sharded(target_params, named_shardings(target_params, TRAIN, mesh))
-    config_of = experiment.drafter_train
-    batch = _batch(mesh, config_of.batch_rows, config_of.row_len)
-    seed = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    optimizer = make_optimizer(trained, options, mesh)
     step = make_drafter_step(
-        target_graph, drafter_graph, optimizer, config_of, experiment.drafter
+        target_graph, drafter_graph, optimizer, options, experiment.drafter, mesh
     )
-    return step.lower(state, target_params, batch, seed)
+    return step.lower(
+        _train_state(trained, optimizer, mesh),
+        _sharded(target_params, param_shardings(target_params, mesh)),
+        _batch(mesh, options.batch_rows, options.row_len),
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())),
+    )

@@ -141,6 +141,9 @@ def _record(entry: _Entry, output: Output | None, is_detailed: bool) -> dict:
         },
         "accept_stats": output.stats.to_json(),
     }
+    if output.completion.logprobs is not None:
+        record["logprobs"] = output.completion.logprobs
+        record["top_logprobs"] = output.completion.top_logprobs
     if is_detailed:
         record["prompt_token_ids"] = output.prompt_ids
         record["num_committed_per_step"] = output.completion.num_committed_per_step

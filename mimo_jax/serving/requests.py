@@ -93,12 +93,30 @@ def _strings(value: Any) -> tuple[str, ...] | None:
     return tuple(strings) if is_right else None
 
 
+def _biases(value: Any) -> tuple[tuple[int, float], ...] | None:
+    """{"50256": -100} as pairs: JSON has no integer keys."""
+    if not isinstance(value, dict):
+        return None
+    pairs = []
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit()) or _number(bias) is None or len(key) > 12:
+            return None
+        pairs.append((int(key), float(bias)))
+    return tuple(pairs)
+
+
 # Field -> (reader that gives None for a wrong type, what is expected).
 _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "max_tokens": (_integer, "an integer"),
     "temperature": (_number, "a number"),
     "top_p": (_number, "a number"),
     "top_k": (_integer, "an integer"),
+    "min_p": (_number, "a number"),
+    "repetition_penalty": (_number, "a number"),
+    "presence_penalty": (_number, "a number"),
+    "frequency_penalty": (_number, "a number"),
+    "logit_bias": (_biases, "an object of numbers by token id"),
+    "logprobs": (_integer, "an integer"),
     "seed": (_integer, "an integer"),
     "stop": (_strings, "a string or a list of strings"),
     "stop_token_ids": (_ids, "a list of integers"),
@@ -108,7 +126,15 @@ SAMPLING_FIELDS = tuple(_READERS)
 _OWN_FIELDS = ("id", "custom_id", "scene", *PROMPT_FIELDS, *CHAT_FIELDS, *SAMPLING_FIELDS)
 _OPENAI_FIELDS = ("custom_id", "method", "url", "body", "scene")
 # What a body may say beside the sampling fields; see `_unpack_body`.
-_BODY_FIELDS = ("model", "n", "stream", "user", "max_completion_tokens", *CHAT_FIELDS)
+_BODY_FIELDS = (
+    "model",
+    "n",
+    "stream",
+    "user",
+    "max_completion_tokens",
+    "top_logprobs",
+    *CHAT_FIELDS,
+)
 
 
 class _Problem(ValueError):
@@ -163,6 +189,11 @@ def _unpack_body(record: dict) -> tuple[dict, tuple[str, ...]]:
         if body.get("max_tokens") is not None:
             raise _Problem("both max_tokens and max_completion_tokens are given; allowed: one")
         fields["max_tokens"] = body["max_completion_tokens"]
+    if isinstance(body.get("logprobs"), bool):  # of a conversation: a flag and a number
+        is_on = body["logprobs"]
+        fields["logprobs"] = (body.get("top_logprobs") or 0) if is_on else None
+    elif body.get("top_logprobs") is not None:
+        raise _Problem("top_logprobs has no meaning without logprobs true")
     if isinstance(fields.get("prompt"), list):  # that API takes ids under the same name
         fields["prompt_token_ids"] = fields.pop("prompt")
     return fields | {"scene": record.get("scene")}, prompts

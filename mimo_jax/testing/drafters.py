@@ -40,11 +40,12 @@ class ScriptedDrafter(nnx.Module):
     def inject_context(self, cache, context_features, start):
         return cache
 
-    def propose(self, target, anchors, cache, anchor_pos, active_len, draft_block_len):
+    def draft_logits(self, target, anchors, cache, anchor_pos, active_len, draft_block_len):
         offsets = jnp.arange(1, draft_block_len, dtype=jnp.int32)[None, :]
         script = self.script[...]
         ids = jnp.take(script, anchor_pos[:, None] + offsets, mode="clip")
-        return ids if self.is_right else (ids + 1) % self.config.vocab_size
+        ids = ids if self.is_right else (ids + 1) % self.config.vocab_size
+        return jax.nn.one_hot(ids, self.config.vocab_size, dtype=jnp.float32)
 
 
 class RandomDrafter(ScriptedDrafter):

@@ -3,6 +3,8 @@
 import dataclasses
 
 from mimo_jax.config import DrafterConfig, TargetConfig, require
+from mimo_jax.layers.dispatch import DISPATCHES, PADDED
+from mimo_jax.train.placement import check_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +134,9 @@ class ExperimentConfig:
       regenerate: How the target answers the training prompts.
       drafter: Architecture of the drafter.
       drafter_train: Its distillation.
+      mesh: Devices along the axes of sharding.TRAIN: data, expert, tensor and, for long rows,
+        sequence. Both training stages run on it; a run may go on on another one.
+      dispatch: How tokens travel to experts on other devices: see layers/dispatch.py.
     """
 
     name: str
@@ -142,6 +147,8 @@ class ExperimentConfig:
     regenerate: RegenerateConfig
     drafter: DrafterConfig
     drafter_train: DrafterTrainConfig
+    mesh: tuple[int, ...] = (1, 1, 1)
+    dispatch: str = PADDED
 
     def __post_init__(self):
         self.drafter.check_fits(self.target)
@@ -153,4 +160,18 @@ class ExperimentConfig:
         require(
             self.target.moe is None or not self.target.moe.is_mxfp4,
             "target.moe.is_mxfp4: packed experts have no gradient and cannot be trained",
+        )
+        require(
+            self.dispatch in DISPATCHES,
+            f"dispatch {self.dispatch!r} is unknown; allowed: {', '.join(DISPATCHES)}",
+        )
+        check_mesh(
+            self.mesh,
+            self.target,
+            self.drafter,
+            {
+                "target_train.batch_rows": self.target_train.batch_rows,
+                "drafter_train.batch_rows": self.drafter_train.batch_rows,
+            },
+            self.drafter_train.row_len,
         )

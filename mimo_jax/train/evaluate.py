@@ -10,28 +10,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
+from mimo_jax.layers.dispatch import PADDED
 from mimo_jax.layers.vocab import argmax_lowest
 from mimo_jax.train.data import PackedRows
-from mimo_jax.train.step import Batch, draft_logits_at_anchors
+from mimo_jax.train.drafter_step import draft_logits_at_anchors
+from mimo_jax.train.placement import whole_over_data
+from mimo_jax.train.step import Batch, place_batch, run_target, sparse_layer
 
 ANCHOR_CHUNK = 32
 
 
-def make_propose(target_graph, drafter_graph):
+def make_propose(
+    target_graph, drafter_graph, mesh: Mesh | None = None, dispatch: str = PADDED
+):
     """Returns propose(target_params, trained, batch, first_anchor) -> int32 [r, 32, m].
 
     Proposals at the anchors first_anchor .. first_anchor + 31 of every row.
     """
 
     def propose(target_params, trained, batch: Batch, first_anchor):
+        target_params, trained = (whole_over_data(p, mesh) for p in (target_params, trained))
         target = nnx.merge(target_graph, target_params)
         drafter = nnx.merge(drafter_graph, trained["drafter"])
-        out = target(
-            batch.token_ids,
-            segment_ids=batch.segment_ids,
-            positions=batch.positions,
+        out = run_target(
+            target,
+            batch,
+            mesh,
             tap_layer_ids=drafter.config.target_layer_ids,
+            run_sparse=sparse_layer(mesh, None, dispatch),
         )
         r = batch.token_ids.shape[0]
         anchors = first_anchor + jnp.arange(ANCHOR_CHUNK, dtype=jnp.int32)[None, :]
@@ -42,8 +50,9 @@ def make_propose(target_graph, drafter_graph):
             out.context_features,
             jnp.broadcast_to(anchors, (r, ANCHOR_CHUNK)),
             trained["mask_embedding"],
+            mesh,
         )
-        return argmax_lowest(logits)
+        return argmax_lowest(logits).reshape(r, ANCHOR_CHUNK, -1)
 
     return jax.jit(propose)
 
@@ -73,9 +82,11 @@ def walk(token_ids: np.ndarray, proposals: np.ndarray, first: int, end: int) -> 
     return committed
 
 
-def simulated_accept_length(propose, target_params, trained, rows: PackedRows) -> float:
+def simulated_accept_length(
+    propose, target_params, trained, rows: PackedRows, mesh: Mesh | None = None
+) -> float:
     """τ over rows that hold one document each, prompt then the target's greedy answer."""
-    batch = Batch(*(jnp.asarray(array) for array in rows))
+    batch = place_batch(rows, mesh)
     r, s = rows.token_ids.shape
     answers = [np.flatnonzero(mask) for mask in rows.loss_mask]
     spans = [(int(a[0]), int(a[-1]) + 1) if len(a) else (0, 0) for a in answers]
@@ -85,7 +96,7 @@ def simulated_accept_length(propose, target_params, trained, rows: PackedRows) -
     chunks = [np.asarray(propose(target_params, trained, batch, jnp.int32(i))) for i in starts]
     proposals = np.full((r, s, chunks[0].shape[2]), -1, np.int32)
     for start, chunk in zip(starts, chunks, strict=True):
-        proposals[:, start : start + ANCHOR_CHUNK] = chunk
+        proposals[:, start : start + ANCHOR_CHUNK] = chunk[:r]  # the rest fills a mesh up
     steps = [
         count
         for row in range(r)

@@ -82,7 +82,8 @@ def run(
 
     Args:
       name: Shown in the bar; names the files in run_dir.
-      state: Fresh state; replaced when a checkpoint exists.
+      state: Fresh state; replaced when a checkpoint exists, each leaf placed where the fresh one
+        lies, whatever mesh it was saved from.
       step_fn: (state, step number) -> (state, metrics on the device).
       run_dir: Checkpoints and metrics go to run_dir/name/.
       num_steps: Optimizer steps in all.
@@ -100,7 +101,8 @@ def run(
       FloatingPointError: If the loss is not finite; the newest checkpoint is kept.
     """
     store = CheckpointStore(run_dir / name / "checkpoints")
-    restored = store.restore_latest(jax.eval_shape(lambda: state))
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    restored = store.restore_latest(jax.tree.map(like, state))
     start = 0
     if restored is not None:
         start, state, saved_meta = restored

@@ -12,8 +12,9 @@ Choices:
 - Embeddings, the unembedding, the router and everything vector-like go to AdamW. Names decide as
   well as ranks, because norms of stacked layers are `[l, d]` and would pass for matrices.
 
-Traps: rows that are sharded over devices need a gather or a Gram `psum`; call the transform inside
-`shard_map` where whole matrices are local. Momentum is kept in float32 whatever the parameters are.
+Traps: under plain `jit` the compiler gathers what is cut, every expert included; on a mesh the
+iteration alone runs inside `shard_map` (`sharded_muon.py`), the rest is elementwise and stays where
+it is. Momentum is kept in float32 whatever the parameters are.
 
 Source: K. Jordan et al., "Muon" (2024), for the iteration and its coefficients; arXiv:2502.16982
 for the scale. Differs: float32 throughout instead of bfloat16 (the CPU path is slower in bfloat16).
@@ -29,6 +30,7 @@ import optax
 from jaxtyping import Array, Float
 
 Predicate = Callable[[tuple[Any, ...], Any], bool]
+Orthogonalise = Callable[[tuple[Any, ...], jax.Array], jax.Array]
 
 # Largest slope at zero for a quintic that stays bounded on [0, 1]; singular values end in about
 # [0.68, 1.13] rather than at 1, which costs nothing in practice.
@@ -80,8 +82,16 @@ class MuonState(NamedTuple):
     momentum: optax.Updates
 
 
+def _newton_schulz_here(path: tuple[Any, ...], g: jax.Array) -> jax.Array:
+    del path
+    return newton_schulz(g)
+
+
 def scale_by_muon(
-    momentum: float = 0.95, nesterov: bool = True, *, num_steps: int = 5
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    *,
+    orthogonalise: Orthogonalise = _newton_schulz_here,
 ) -> optax.GradientTransformation:
     """Replaces gradients by orthogonalised momentum with the RMS of an AdamW update.
 
@@ -91,7 +101,8 @@ def scale_by_muon(
     Args:
       momentum: Decay of the gradient accumulator, in [0, 1).
       nesterov: Look one step ahead: orthogonalise g + momentum * accumulator.
-      num_steps: Newton-Schulz iterations.
+      orthogonalise: (key path, matrices) -> what `newton_schulz` makes of them; on a mesh
+        `sharded_muon.newton_schulz_on_mesh`, which must know how each leaf is cut.
 
     Returns:
       An optax transform; updates keep the gradients' dtype.
@@ -111,12 +122,13 @@ def scale_by_muon(
             lambda g, m: momentum * m + g.astype(jnp.float32), updates, state.momentum
         )
 
-        def direction(g: jax.Array, m: jax.Array) -> jax.Array:
+        def direction(path: tuple[Any, ...], g: jax.Array, m: jax.Array) -> jax.Array:
             ahead = g.astype(jnp.float32) + momentum * m if nesterov else m
             factor = RMS_OF_ADAMW * math.sqrt(max(g.shape[-2:]))
-            return (factor * newton_schulz(ahead, num_steps=num_steps)).astype(g.dtype)
+            return (factor * orthogonalise(path, ahead)).astype(g.dtype)
 
-        return jax.tree.map(direction, updates, accumulator), MuonState(accumulator)
+        directions = jax.tree_util.tree_map_with_path(direction, updates, accumulator)
+        return directions, MuonState(accumulator)
 
     return optax.GradientTransformation(init, update)
 
@@ -157,6 +169,7 @@ def muon_or_adamw(
     weight_decay: float,
     is_matrix: Any = default_is_matrix,
     momentum: float = 0.95,
+    orthogonalise: Orthogonalise = _newton_schulz_here,
     b1: float = 0.9,
     b2: float = 0.95,
     eps: float = 1e-8,
@@ -172,6 +185,7 @@ def muon_or_adamw(
       weight_decay: Decoupled decay of both groups; vectors (norms, biases, sinks) are not decayed.
       is_matrix: Pytree of bool shaped like params, or a predicate(path, leaf).
       momentum: Muon's momentum.
+      orthogonalise: As in `scale_by_muon`.
       b1: AdamW's first-moment decay.
       b2: AdamW's second-moment decay.
       eps: AdamW's denominator floor.
@@ -198,7 +212,10 @@ def muon_or_adamw(
     labels = jax.tree_util.tree_map_with_path(label, params, marks)
     decayed = jax.tree_util.tree_map_with_path(_is_decayed, params)
     optimizer = optax.partition(
-        {"muon": optax.chain(scale_by_muon(momentum)), "adamw": optax.scale_by_adam(b1, b2, eps)},
+        {
+            "muon": optax.chain(scale_by_muon(momentum, orthogonalise=orthogonalise)),
+            "adamw": optax.scale_by_adam(b1, b2, eps),
+        },
         labels,
     )
     learning_rate = optax.partition(

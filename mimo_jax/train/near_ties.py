@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mimo_jax.decode.engine import Engine, Request
+from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.generate import generate_all
 from mimo_jax.decode.placement import Model
+from mimo_jax.decode.request import Request
 
 NEAR_TIE = 2e-4
 _BATCH_ROWS = 16

@@ -15,6 +15,7 @@ exists is whole.
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -25,14 +26,18 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import nnx
+from jax.sharding import Mesh
 
 from mimo_jax.checkpoint.hf_drafter import save_drafter
-from mimo_jax.checkpoint.hf_target import load_target, save_target
-from mimo_jax.decode.engine import Request
+from mimo_jax.checkpoint.hf_target import load_target, open_target, save_target
+from mimo_jax.config import require
 from mimo_jax.decode.placement import Model
+from mimo_jax.decode.request import Request
+from mimo_jax.layers.dispatch import PADDED, RAGGED
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import abstract, flatten, split, unflatten
 from mimo_jax.models.target import Target
+from mimo_jax.sharding import TRAIN, full_sizes, make_mesh
 from mimo_jax.text import bpe
 from mimo_jax.text.tokenizer import Tokenizer
 from mimo_jax.train import loop
@@ -40,18 +45,22 @@ from mimo_jax.train.config import DrafterTrainConfig, ExperimentConfig, TargetTr
 from mimo_jax.train.corpora.build import build_corpus, write_prompts
 from mimo_jax.train.corpora.chat_format import NANO_CHAT_TEMPLATE
 from mimo_jax.train.data import PackedRows, batch_for_step, pack_documents
+from mimo_jax.train.drafter_step import make_drafter_step
 from mimo_jax.train.evaluate import make_propose, simulated_accept_length
 from mimo_jax.train.near_ties import NEAR_TIE, smallest_margins, ties_last
+from mimo_jax.train.placement import param_shardings, place_params, whole_over_data
 from mimo_jax.train.provenance import record
 from mimo_jax.train.regenerate import prompts_of, regenerate
 from mimo_jax.train.step import (
     Batch,
     TrainState,
     init_state,
-    make_drafter_step,
     make_optimizer,
     make_target_eval,
     make_target_step,
+    place_batch,
+    run_target,
+    sparse_layer,
 )
 
 PAD_ID = 0  # <|endoftext|>; padding is masked by segment 0
@@ -74,10 +83,6 @@ def read_rows(directory: Path) -> dict[str, PackedRows]:
         with np.load(path) as arrays:
             rows[path.stem] = PackedRows(**{name: arrays[name] for name in PackedRows._fields})
     return rows
-
-
-def to_device(rows: PackedRows) -> Batch:
-    return Batch(*(jnp.asarray(array) for array in rows))
 
 
 def build_corpus_stage(config: ExperimentConfig, run_dir: Path) -> None:
@@ -119,24 +124,47 @@ def run_settings(train: TargetTrainConfig | DrafterTrainConfig) -> dict[str, Any
     }
 
 
-def target_init(config: ExperimentConfig):
-    """(graph, params) of the untrained target."""
-    return split(Target(config.target, rngs=nnx.Rngs(config.seed)))
+def run_mesh(config: ExperimentConfig) -> Mesh | None:
+    """The devices of a run: None for a mesh of one.
+
+    Raises:
+      ConfigError: If there are fewer devices, or they cannot dispatch experts as the config asks.
+    """
+    if math.prod(config.mesh) == 1:
+        return None
+    mesh = make_mesh(TRAIN, config.mesh)
+    require(
+        config.dispatch != RAGGED or mesh.devices.flat[0].platform == "gpu",
+        f"dispatch {RAGGED} needs GPUs (XLA has no ragged all-to-all elsewhere); use {PADDED}",
+    )
+    return mesh
 
 
-def train_target_stage(config: ExperimentConfig, run_dir: Path) -> None:
+def target_init(config: ExperimentConfig, mesh: Mesh | None = None):
+    """(graph, params) of the untrained target; on a mesh every device makes its own part."""
+    make_module = lambda: Target(config.target, rngs=nnx.Rngs(config.seed))
+    if mesh is None:
+        return split(make_module())
+    graph, like = abstract(make_module)
+    make = jax.jit(lambda: split(make_module())[1], out_shardings=param_shardings(like, mesh))
+    return graph, make()
+
+
+def train_target_stage(
+    config: ExperimentConfig, run_dir: Path, mesh: Mesh | None = None
+) -> None:
     """Pre-trains the target and exports it."""
     train = config.target_train
     rows = read_rows(run_dir / "corpus" / "train")
     heldout = read_rows(run_dir / "corpus" / "heldout")
-    graph, params = target_init(config)
-    optimizer = make_optimizer(params, train)
-    step = make_target_step(graph, optimizer, train)
-    evaluate = make_target_eval(graph)
+    graph, params = target_init(config, mesh)
+    optimizer = make_optimizer(params, train, mesh)
+    step = make_target_step(graph, optimizer, train, mesh, config.dispatch)
+    evaluate = make_target_eval(graph, mesh, config.dispatch)
 
     def step_fn(state: TrainState, step_number: int):
         batch = batch_for_step(rows, train.mix, train.batch_rows, config.seed, step_number)
-        return step(state, to_device(batch))
+        return step(state, place_batch(batch, mesh))
 
     def eval_fn(state: TrainState) -> dict:
         losses = {}
@@ -146,14 +174,14 @@ def train_target_stage(config: ExperimentConfig, run_dir: Path) -> None:
                 chunk = PackedRows(*(array[start : start + 8] for array in scene_rows))
                 if len(chunk.token_ids) < 8:
                     break
-                loss_sum, num = evaluate(state.params, to_device(chunk))
+                loss_sum, num = evaluate(state.params, place_batch(chunk, mesh))
                 total, count = total + float(loss_sum), count + float(num)
             losses[scene] = round(total / max(count, 1), 4)
         return {"heldout_loss": losses}
 
     state = loop.run(
         "target",
-        init_state(params, optimizer),
+        init_state(params, optimizer, mesh),
         step_fn,
         run_dir=run_dir,
         eval_fn=eval_fn,
@@ -168,12 +196,21 @@ def train_target_stage(config: ExperimentConfig, run_dir: Path) -> None:
     )
 
 
-def load_exported_target(run_dir: Path) -> Model:
+def load_exported_target(run_dir: Path, mesh: Mesh | None = None) -> Model:
     """The target as it will be published (rounded to bfloat16), computing in float32.
 
-    The drafter must learn the text of the weights that are shipped.
+    The drafter must learn the text of the weights that are shipped. On a mesh every device reads
+    its own part.
     """
-    return Model(*load_target(run_dir / "target" / "export", dtype=jnp.float32))
+    directory = run_dir / "target" / "export"
+    if mesh is None:
+        return Model(*load_target(directory, dtype=jnp.float32))
+    target_config, _ = open_target(directory)
+    _, like = abstract(lambda: Target(target_config, rngs=nnx.Rngs(0)))
+    shardings = flatten(param_shardings(like, mesh))
+    return Model(
+        *load_target(directory, dtype=jnp.float32, sharding_of=shardings.__getitem__)
+    )
 
 
 def scene_stop_ids(scene: str) -> tuple[int, ...]:
@@ -243,38 +280,44 @@ def balance_taps(drafter_params, features):
     return unflatten(drafter_params, flat)
 
 
-def train_drafter_stage(config: ExperimentConfig, run_dir: Path):
+def train_drafter_stage(config: ExperimentConfig, run_dir: Path, mesh: Mesh | None = None):
     """Distils the drafter; returns {"drafter": params, "mask_embedding": [d]} and its graph."""
     train, model = config.drafter_train, config.drafter
-    target = load_exported_target(run_dir)
+    target = load_exported_target(run_dir, mesh)
     rows = read_rows(run_dir / "regenerate")
     heldout = read_rows(run_dir / "regenerate" / "heldout")
     graph, params = split(Drafter(model, rngs=nnx.Rngs(config.seed + 1)))
-    first = to_device(batch_for_step(rows, train.mix, 16, config.seed, 0))
+    first = place_batch(batch_for_step(rows, train.mix, 16, config.seed, 0), mesh)
+    run_sparse = sparse_layer(mesh, None, config.dispatch)
 
     @jax.jit
     def tap_features(target_params, batch: Batch):
-        out = nnx.merge(target.graph, target_params)(
-            batch.token_ids, segment_ids=batch.segment_ids, tap_layer_ids=model.target_layer_ids
-        )
+        merged = nnx.merge(target.graph, whole_over_data(target_params, mesh))
+        options = {"tap_layer_ids": model.target_layer_ids, "run_sparse": run_sparse}
+        out = run_target(merged, batch, mesh, **options)
         b, s, _ = out.context_features.shape
         return out.context_features.reshape(b, s, len(model.target_layer_ids), -1)
 
-    params = balance_taps(params, tap_features(target.params, first))
-    embedding = flatten(target.params)["embedding"]
-    trained = {"drafter": params, "mask_embedding": embedding[model.mask_token_id]}
-    optimizer = make_optimizer(trained, train)
-    step = make_drafter_step(target.graph, graph, optimizer, train, model)
-    propose = make_propose(target.graph, graph)
+    features = np.asarray(tap_features(target.params, first))[:16]
+    params = balance_taps(params, features)
+    embedding = np.asarray(flatten(target.params)["embedding"])
+    trained = {"drafter": params, "mask_embedding": jnp.asarray(embedding[model.mask_token_id])}
+    trained = place_params(trained, mesh)
+    optimizer = make_optimizer(trained, train, mesh)
+    step = make_drafter_step(target.graph, graph, optimizer, train, model, mesh, config.dispatch)
+    propose = make_propose(target.graph, graph, mesh, config.dispatch)
 
     def step_fn(state: TrainState, step_number: int):
         batch = batch_for_step(rows, train.mix, train.batch_rows, config.seed, step_number)
-        return step(state, target.params, to_device(batch), config.seed)
+        return step(state, target.params, place_batch(batch, mesh), config.seed)
 
     def eval_fn(state: TrainState) -> dict:
         tau = {
             scene: round(
-                simulated_accept_length(propose, target.params, state.params, scene_rows), 3
+                simulated_accept_length(
+                    propose, target.params, state.params, scene_rows, mesh
+                ),
+                3,
             )
             for scene, scene_rows in heldout.items()
         }
@@ -282,7 +325,7 @@ def train_drafter_stage(config: ExperimentConfig, run_dir: Path):
 
     state = loop.run(
         "drafter",
-        init_state(trained, optimizer),
+        init_state(trained, optimizer, mesh),
         step_fn,
         run_dir=run_dir,
         eval_fn=eval_fn,
@@ -338,15 +381,20 @@ def order_prompts_stage(config: ExperimentConfig, run_dir: Path) -> None:
 
 
 def run_recipe(config: ExperimentConfig, run_dir: Path) -> Path:
-    """All stages in order; returns the exported checkpoint directory."""
+    """All stages in order; returns the exported checkpoint directory.
+
+    Training runs on the config's mesh, and may go on on another one; the other stages use one
+    device.
+    """
+    mesh = run_mesh(config)
     run_dir.mkdir(parents=True, exist_ok=True)
     # Taken before the work: the tree may move on while a run takes its hour.
     (run_dir / "config.json").write_text(json.dumps(record(config), indent=1) + "\n")
     build_corpus_stage(config, run_dir)
     if not (run_dir / "target" / "export" / "config.json").exists():
-        train_target_stage(config, run_dir)
+        train_target_stage(config, run_dir, mesh)
     regenerate_stage(config, run_dir)
-    _, trained = train_drafter_stage(config, run_dir)
+    _, trained = train_drafter_stage(config, run_dir, mesh)
     exported = export_stage(config, run_dir, trained)
     order_prompts_stage(config, run_dir)
     return exported
@@ -362,6 +410,7 @@ def summary(config: ExperimentConfig) -> dict:
     target, drafter = config.target_train, config.drafter_train
     return {
         "name": config.name,
+        "mesh": dict(zip(TRAIN.mesh_axes, full_sizes(TRAIN, config.mesh), strict=True)),
         "target_parameters": count(lambda: Target(config.target, rngs=nnx.Rngs(0))),
         "drafter_parameters": count(lambda: Drafter(config.drafter, rngs=nnx.Rngs(0))),
         "target_steps": target.num_steps,

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from mimo_jax.decode.engine import Engine, Request
+from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.generate import generate
 from mimo_jax.decode.placement import Model
+from mimo_jax.decode.request import Request
 from mimo_jax.decode.sampling import GREEDY, SAMPLED
 from mimo_jax.train.config import RegenerateConfig
 from mimo_jax.train.data import PackedRows

@@ -21,9 +21,10 @@ from mimo_jax.checkpoint.decoded import DecodedTensors, QkvLayout
 from mimo_jax.checkpoint.hf_drafter import load_drafter, save_drafter
 from mimo_jax.checkpoint.hf_target import load_mtp_heads, load_target, save_target
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError, SafetensorsDir
-from mimo_jax.decode.engine import Engine, Request
+from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.generate import generate_all
 from mimo_jax.decode.placement import Model
+from mimo_jax.decode.request import Request
 from mimo_jax.models.params import flatten
 from tests.golden.files import ATOL, DATA, arrays
 

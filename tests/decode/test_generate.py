@@ -16,9 +16,11 @@ from configs.tiny import tiny_drafter, tiny_target
 from mimo_jax.checkpoint.hf_drafter import load_drafter
 from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.config import ConfigError
-from mimo_jax.decode.engine import Engine, Request
+from mimo_jax.decode.accept import RULES
+from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.generate import generate, generate_all
 from mimo_jax.decode.placement import Model
+from mimo_jax.decode.request import Request
 from mimo_jax.decode.sampling import FILTERED, SAMPLED
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import split
@@ -185,7 +187,8 @@ def test_sampled_speculation_equals_plain_sampling_token_for_token(mimo):
     assert max(max(c.num_committed_per_step) for c in spec) > 1
 
 
-def test_sampled_decoding_follows_the_target_distribution():
+@pytest.mark.parametrize("rule", RULES)
+def test_sampled_decoding_follows_the_target_distribution(rule):
     """Chi-square of 1,200 speculative continuations of two tokens over 49 outcomes.
 
     The power check: the same counts against a law at another temperature are rejected.
@@ -195,7 +198,7 @@ def test_sampled_decoding_follows_the_target_distribution():
     drafter = RandomDrafter(tiny_drafter(vocab_size=7))
     models = _model(config, target), _model(drafter.config, drafter)
     prompt = [1, 5, 2]
-    engine = Engine(*models, max_len=32, mode=SAMPLED, batch_size=40)
+    engine = Engine(*models, max_len=32, mode=SAMPLED, batch_size=40, rule=rule)
     requests = [Request(prompt, 3, temperature=1.0, seed=s) for s in range(1200)]
     pairs = collections.Counter(
         tuple(c.token_ids[1:]) for c in generate_all(engine, requests, steps_per_group=4)

@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec as P
 
 from configs.tiny import mesh_drafter, mesh_target
 from mimo_jax.config import ConfigError
-from mimo_jax.decode.engine import Engine, Request
+from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.filters import filter_logits
 from mimo_jax.decode.generate import generate_all
 from mimo_jax.decode.placement import Model, place_on_mesh, shapes_on_mesh
-from mimo_jax.decode.sampling import FILTERED, GREEDY, SAMPLED
+from mimo_jax.decode.request import Request
+from mimo_jax.decode.sampling import ADJUSTED, FILTERED, GREEDY, SAMPLED
 from mimo_jax.layers.vocab import argmax_lowest, embed_rows
 from mimo_jax.models.cut import attention_part, device_order, target_part
 from mimo_jax.models.drafter import Drafter
@@ -32,13 +33,23 @@ from mimo_jax.sharding import DECODE, make_mesh
 pytestmark = pytest.mark.multi_device
 
 SHAPES = ((1, 8), (2, 4), (4, 2), (8, 1))
-# name -> (sampling mode, request fields, whether it drafts)
+_FILTERS = {"temperature": 1.1, "seed": 6, "top_p": 0.8, "top_k": 9, "min_p": 0.02}
+_PENALTIES = {
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.3,
+    "frequency_penalty": 0.2,
+    "logit_bias": ((5, 2.0), (80, -1.5)),
+}
+# name -> (sampling mode, request fields, whether it drafts, more of Engine's arguments)
 MODES = {
-    "plain greedy": (GREEDY, {}, False),
-    "greedy": (GREEDY, {}, True),
-    "plain sampled": (SAMPLED, {"temperature": 0.9, "seed": 5}, False),
-    "sampled": (SAMPLED, {"temperature": 0.9, "seed": 5}, True),
-    "filtered": (FILTERED, {"temperature": 1.1, "seed": 6, "top_p": 0.8, "top_k": 9}, True),
+    "plain greedy": (GREEDY, {}, False, {}),
+    "greedy": (GREEDY, {}, True, {"num_logprobs": 3}),
+    "plain sampled": (SAMPLED, {"temperature": 0.9, "seed": 5}, False, {}),
+    "sampled": (SAMPLED, {"temperature": 0.9, "seed": 5}, True, {}),
+    "filtered": (FILTERED, _FILTERS, True, {}),
+    "adjusted": (ADJUSTED, _FILTERS | _PENALTIES, True, {"max_bias_ids": 8}),
+    "rejection": (FILTERED, _FILTERS, True, {"rule": "rejection"}),
+    "block": (FILTERED, _FILTERS, True, {"rule": "block"}),
 }
 PROMPTS = ([1, 2, 3, 4, 5, 6], [7, 8, 9], [11] * 40)
 
@@ -67,11 +78,15 @@ def models():
     return target, _model(Drafter(mesh_drafter(config), rngs=nnx.Rngs(2)))
 
 
-def _texts(target, drafter, mode, fields, batch_size):
-    engine = Engine(target, drafter, max_len=128, mode=mode, batch_size=batch_size)
+def _texts(target, drafter, mode, fields, batch_size, **options):
+    """Ids, steps and the likeliest ids of every prompt."""
+    engine = Engine(target, drafter, max_len=128, mode=mode, batch_size=batch_size, **options)
     requests = [Request(prompt, 24, **fields) for prompt in PROMPTS]
-    done = generate_all(engine, requests)
-    return [(c.token_ids, c.num_committed_per_step) for c in done]
+    likeliest = lambda c: [[i for i, _ in top] for top in c.top_logprobs or ()]
+    return [
+        (c.token_ids, c.num_committed_per_step, likeliest(c))
+        for c in generate_all(engine, requests)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -81,19 +96,21 @@ def one_device(models):
 
     def get(name):
         if name not in texts:
-            mode, fields, drafts = MODES[name]
-            texts[name] = _texts(models[0], models[1] if drafts else None, mode, fields, 1)
+            mode, fields, drafts, options = MODES[name]
+            drafter = models[1] if drafts else None
+            texts[name] = _texts(models[0], drafter, mode, fields, 1, **options)
         return texts[name]
 
     return get
 
 
 def _cases():
-    """Every mode on every mesh; by default each mode on 1x8, and each mesh with one mode."""
+    """Every mode on every mesh; by default those that differ most, and every mesh."""
     quick = {((2, 4), "greedy"), ((4, 2), "filtered"), ((8, 1), "sampled")}
+    quick |= {((1, 8), name) for name in ("greedy", "adjusted", "block")}
     for shape in SHAPES:
         for name in MODES:
-            is_slow = shape != (1, 8) and (shape, name) not in quick
+            is_slow = (shape, name) not in quick
             marks = [pytest.mark.slow] if is_slow else []
             yield pytest.param(shape, name, marks=marks, id=f"{shape[0]}x{shape[1]} {name}")
 
@@ -101,19 +118,19 @@ def _cases():
 @pytest.mark.parametrize(("shape", "name"), list(_cases()))
 def test_text_is_that_of_one_device(models, one_device, shape, name):
     """Token by token and step by step, rows cut over data, all else over model."""
-    mode, fields, drafts = MODES[name]
+    mode, fields, drafts, options = MODES[name]
     mesh = make_mesh(DECODE, shape)
     target = place_on_mesh(models[0], mesh)
     drafter = place_on_mesh(models[1], mesh) if drafts else None
     batch_size = max(2, shape[0])
-    assert _texts(target, drafter, mode, fields, batch_size) == one_device(name)
+    assert _texts(target, drafter, mode, fields, batch_size, **options) == one_device(name)
 
 
 def test_a_whole_drafter_on_every_device_gives_the_same(models, one_device):
     mesh = make_mesh(DECODE, (1, 8))
     target = place_on_mesh(models[0], mesh)
     drafter = place_on_mesh(models[1], mesh, is_replicated=True)
-    assert _texts(target, drafter, GREEDY, {}, 2) == one_device("greedy")
+    assert _texts(target, drafter, GREEDY, {}, 2, num_logprobs=3) == one_device("greedy")
 
 
 def test_packed_experts_keep_their_groups_whole():
@@ -248,17 +265,18 @@ def test_filters_over_a_cut_vocabulary_keep_the_same(getkey):
     logits = jnp.round(jax.random.normal(getkey(), (4, 3, 40)) * 3) / 2
     top_k = jnp.asarray([0, 7, 13, 1], jnp.int32)
     top_p = jnp.asarray([0.6, 1.0, 0.75, 1.0], jnp.float32)
-    want = np.isfinite(np.asarray(filter_logits(logits, top_k, top_p)))
+    min_p = jnp.asarray([0.0, 0.0, 0.2, 0.0], jnp.float32)
+    want = np.isfinite(np.asarray(filter_logits(logits, top_k, top_p, min_p)))
     mesh = make_mesh(DECODE, (1, 8))
     got = jax.jit(
         jax.shard_map(
-            lambda x, k, p: filter_logits(x, k, p, "model"),
+            lambda x, k, p, least: filter_logits(x, k, p, least, "model"),
             mesh=mesh,
-            in_specs=(P(None, None, "model"), P(), P()),
+            in_specs=(P(None, None, "model"), P(), P(), P()),
             out_specs=P(None, None, "model"),
             check_vma=False,
         )
-    )(logits, top_k, top_p)
+    )(logits, top_k, top_p, min_p)
     assert (np.isfinite(np.asarray(got)) == want).all()
     assert want[1].sum(axis=-1).tolist() == [7, 7, 7]
     assert want[3].sum(axis=-1).tolist() == [1, 1, 1]

@@ -5,17 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mimo_jax.decode.sampling import FILTERED, GREEDY, SAMPLED, RowSampling, sample, target_logits
+from mimo_jax.decode.request import Request, row_sampling
+from mimo_jax.decode.sampling import FILTERED, GREEDY, SAMPLED, sample, target_logits
 from mimo_jax.layers.vocab import argmax_lowest
 
 
-def _params(b, temperature=1.0, top_p=1.0, top_k=0, seed=0):
-    return RowSampling(
-        jnp.full((b,), temperature, jnp.float32),
-        jnp.full((b,), top_p, jnp.float32),
-        jnp.full((b,), top_k, jnp.int32),
-        jnp.full((b,), seed, jnp.int32),
-    )
+def _params(b, **fields):
+    """Row b times over, at temperature 1 unless told otherwise."""
+    one = row_sampling(Request((1,), 1, **{"temperature": 1.0} | fields), 4)
+    return jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), b, axis=0), one)
 
 
 def test_lowest_id_wins_ties():
@@ -31,7 +29,10 @@ def test_filters_match_the_golden_of_the_published_package():
     ):
         if temperature == 0:
             continue
-        params = _params(len(logits), temperature, top_p if top_p > 0 else 1.0, int(top_k))
+        top_p = float(top_p) if top_p > 0 else 1.0
+        params = _params(
+            len(logits), temperature=float(temperature), top_p=top_p, top_k=int(top_k)
+        )
         probs = np.asarray(jax.nn.softmax(target_logits(logits, params, FILTERED), axis=-1))[:, 0]
         np.testing.assert_allclose(probs[:4], expected[:4], atol=2e-6)
         np.testing.assert_allclose(np.sort(probs[4:]), np.sort(expected[4:]), atol=2e-6)
@@ -40,9 +41,9 @@ def test_filters_match_the_golden_of_the_published_package():
 def test_temperature_zero_rows_are_greedy_in_every_mode(getkey):
     logits = jax.random.normal(getkey(), (2, 3, 11))
     positions = jnp.arange(6, dtype=jnp.int32).reshape(2, 3)
-    greedy = sample(logits, _params(2, 0.0), positions, GREEDY)
+    greedy = sample(logits, _params(2, temperature=0.0), positions, GREEDY)
     for mode in (SAMPLED, FILTERED):
-        assert (sample(logits, _params(2, 0.0), positions, mode) == greedy).all()
+        assert (sample(logits, _params(2, temperature=0.0), positions, mode) == greedy).all()
 
 
 def test_noise_depends_on_seed_and_position_only(getkey):
@@ -62,7 +63,10 @@ def test_samples_follow_the_distribution(temperature):
     n = 4000
     positions = jnp.arange(n, dtype=jnp.int32)[None, :]
     ids = sample(
-        jnp.broadcast_to(logits, (1, n, 7)), _params(1, temperature, seed=3), positions, SAMPLED
+        jnp.broadcast_to(logits, (1, n, 7)),
+        _params(1, temperature=temperature, seed=3),
+        positions,
+        SAMPLED,
     )
     counts = np.bincount(np.asarray(ids)[0], minlength=7)
 

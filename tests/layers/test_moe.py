@@ -12,6 +12,7 @@ import pytest
 
 from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.layers import moe
+from mimo_jax.layers.dispatch import run_experts_with_capacity
 from mimo_jax.layers.norm import rms_norm
 from mimo_jax.models.params import flatten
 from tests.golden.files import DATA, arrays
@@ -77,7 +78,7 @@ WAYS = {
     "dense": moe._run_dense,
     "grouped": moe._run_grouped,
     # A factor of e / top_k gives every expert room for all tokens.
-    "capacity": functools.partial(moe.run_experts_with_capacity, capacity_factor=E / TOP_K),
+    "capacity": functools.partial(run_experts_with_capacity, capacity_factor=E / TOP_K),
     "chosen": moe.run_experts,
 }
 
@@ -98,7 +99,7 @@ def test_a_full_expert_drops_the_later_tokens():
     ids = np.array([[0, 1], [0, 2], [0, 3], [0, 1], [4, 0]], np.int32)
     weights = np.random.default_rng(1).random((5, 2)).astype(np.float32)
     # int(5 * 2 * 1.5) = 15 rows over 7 experts: 3 each. Expert 0 is asked for five times.
-    run = functools.partial(moe.run_experts_with_capacity, capacity_factor=1.5)
+    run = functools.partial(run_experts_with_capacity, capacity_factor=1.5)
     out = jax.jit(run)(x, ids, weights, experts)
     expected = oracle.run_experts(x, ids, weights, *experts, capacity=3)
     np.testing.assert_allclose(out, expected, atol=5e-5, rtol=0)

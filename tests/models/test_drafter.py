@@ -17,6 +17,7 @@ from flax import nnx
 from mimo_jax.checkpoint.hf_drafter import load_drafter
 from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.config import DrafterConfig
+from mimo_jax.layers.vocab import argmax_lowest
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import transpose_weights
 from tests.golden.files import ATOL, DATA, arrays
@@ -138,7 +139,7 @@ def test_proposals_are_the_lowest_argmax_of_the_mask_slots(case):
     def propose(params, target_params, *args):
         drafter_graph, _ = nnx.split(nnx.eval_shape(lambda: Drafter(case.config, rngs=nnx.Rngs(0))))
         drafter = nnx.merge(drafter_graph, params)
-        return drafter.propose(nnx.merge(graph, target_params), *args)
+        return argmax_lowest(drafter.draft_logits(nnx.merge(graph, target_params), *args))
 
     anchor_pos, active = np.full(2, 24, np.int32), np.full(2, M1, np.int32)
     args = (g["block1_ids"][:, 0], cache, anchor_pos, active, M1)

@@ -235,7 +235,7 @@ def test_where_the_weights_lie(pro):
     plan = make_plan(request, (SHARDING,))
     qkv = next(row for row in plan.placements if row.name == "layers.*.w_qkv")
     assert qkv.cut == "embed over data"  # a training run is cut by the rules of training
-    assert placements(nano, TRAIN, {"data": 1, "expert": 2, "tensor": 1})
+    assert placements(nano, TRAIN, dict.fromkeys(TRAIN.mesh_axes, 1) | {"expert": 2})
 
 
 def test_what_is_compiled_for_which_part(pro):

@@ -75,3 +75,29 @@ def test_keys_and_values_scaled_as_one_stack():
     assert num_key_scales == 12
     assert value.tolist() == (12 + np.arange(1024) // 128).tolist()
     np.testing.assert_array_equal(key, np.arange(1536) // 128)
+
+
+def test_a_stack_quantized_and_cut_is_the_golden_one():
+    golden = arrays("fp8_flash_gaqkv")
+    codes = [golden[f"{part}_proj_weight"] for part in "kv"]
+    scales = [golden[f"{part}_proj_weight_scale_inv"] for part in "kv"]
+    together = np.concatenate(scales)
+    place_k, place_v, _ = fp8.split_kv_scale_rows(4, 768, 512)
+    keys, values = (
+        fp8.dequantize_rows(c.view(ml_dtypes.float8_e4m3fn), together, place)
+        for c, place in zip(codes, (place_k, place_v), strict=True)
+    )
+    got = fp8.quantize_split_kv(keys, values, num_chunks=4)
+    for (got_codes, got_scale), c, scale in zip(got, codes, scales, strict=True):
+        np.testing.assert_array_equal(got_codes.view(np.uint8), c)
+        np.testing.assert_array_equal(got_scale, scale)
+    with pytest.raises(ValueError, match="5 chunks do not divide 768"):
+        fp8.quantize_split_kv(keys, values, num_chunks=5)
+
+
+def test_the_seam_block_takes_the_scale_of_its_largest_value():
+    keys, values = np.ones((192, 3), np.float32), np.ones((128, 3), np.float32)
+    values[63, 2] = 448
+    (_, key_scale), (_, value_scale) = fp8.quantize_split_kv(keys, values, num_chunks=1)
+    np.testing.assert_array_equal(key_scale[:, 0], np.array([1 / 448, 1], np.float32))
+    np.testing.assert_array_equal(value_scale[:, 0], np.array([1 / 448], np.float32))

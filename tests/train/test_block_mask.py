@@ -59,6 +59,7 @@ def choose(
         jnp.asarray(packed["loss_mask"]),
         num_anchors,
         jnp.asarray(packed["segment_ids"]),
+        jnp.arange(B, dtype=jnp.int32),
     )
     return np.asarray(pos), np.asarray(keep)
 
@@ -82,13 +83,64 @@ def test_every_valid_position_is_drawn_equally_often(packed: dict[str, np.ndarra
     draws, valid = 400, oracle.valid_anchors(packed["loss_mask"], packed["segment_ids"])
     keys = jax.random.split(jax.random.key(5), draws)
     mask, segments = jnp.asarray(packed["loss_mask"]), jnp.asarray(packed["segment_ids"])
-    pos, keep = jax.vmap(lambda key: block_mask.choose_anchors(key, mask, 4, segments))(keys)
+    ids = jnp.arange(B, dtype=jnp.int32)
+    draw = lambda key: block_mask.choose_anchors(key, mask, 4, segments, ids)
+    pos, keep = jax.vmap(draw)(keys)
     for row in range(B):
         counts = np.bincount(np.asarray(pos)[:, row][np.asarray(keep)[:, row]], minlength=S)
         expected = draws * 4 / len(valid[row])
         # five standard deviations of a binomial; valid positions only
         assert abs(counts[sorted(valid[row])] - expected).max() < 5 * expected**0.5
         assert counts.sum() == draws * 4
+
+
+def test_anchors_of_a_row_do_not_depend_on_the_others(packed: dict[str, np.ndarray]) -> None:
+    whole, _ = choose(packed, N)
+    for row in range(B):
+        alone, _ = block_mask.choose_anchors(
+            jax.random.key(0),
+            jnp.asarray(packed["loss_mask"][row : row + 1]),
+            N,
+            jnp.asarray(packed["segment_ids"][row : row + 1]),
+            jnp.array([row], jnp.int32),
+        )
+        np.testing.assert_array_equal(alone[0], whole[row])
+
+
+def test_equal_rows_and_chunks_draw_differently() -> None:
+    everything = jnp.ones((2, 80), bool)
+    pos, keep = block_mask.choose_anchors(
+        jax.random.key(0),
+        everything,
+        10,
+        everything.astype(jnp.int32),
+        jnp.arange(2, dtype=jnp.int32),
+        chunk_len=40,
+    )
+    assert keep.all()
+    in_chunk = np.asarray(pos).reshape(4, 5) % 40
+    assert len({tuple(draw.tolist()) for draw in in_chunk}) == 4
+
+
+def test_each_chunk_draws_its_share_from_its_own_positions(packed: dict[str, np.ndarray]) -> None:
+    """Chunks of 8 over 29 positions: four chunks, the last one short; 7 anchors are 2 each."""
+    packed["loss_mask"][:, 15] = False
+    arguments = [jnp.asarray(packed[name]) for name in ("loss_mask", "segment_ids")]
+    draw = lambda num_anchors, mask, segments: block_mask.choose_anchors(
+        jax.random.key(0), mask, num_anchors, segments, jnp.arange(B, dtype=jnp.int32), chunk_len=8
+    )
+    pos, keep = map(np.asarray, draw(7, *arguments))
+    valid = oracle.valid_anchors(packed["loss_mask"], packed["segment_ids"])
+    assert pos.shape == keep.shape == (B, 8)
+    for row in range(B):
+        for chunk in range(4):
+            kept = pos[row, 2 * chunk : 2 * chunk + 2][keep[row, 2 * chunk : 2 * chunk + 2]]
+            mine = {p for p in valid[row] if p // 8 == chunk}
+            assert len(kept) == min(2, len(mine))
+            assert set(kept.tolist()) <= mine
+    # A row that ends with a chunk keeps the draws before its end (15 has no successor there).
+    head_pos, _ = draw(4, *(a[:, :16] for a in arguments))
+    np.testing.assert_array_equal(head_pos, pos[:, :4])
 
 
 def test_no_valid_position(packed: dict[str, np.ndarray]) -> None:
@@ -105,6 +157,7 @@ def test_anchor_and_successor_in_one_document() -> None:
         jnp.array([[False, True, True, False]]),
         2,
         jnp.array([[1, 1, 2, 2]], jnp.int32),
+        jnp.array([0], jnp.int32),
     )
     assert not keep.any()
     assert pos.tolist() == [[0, 0]]

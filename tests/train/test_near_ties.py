@@ -8,8 +8,8 @@ import numpy as np
 from flax import nnx
 
 from mimo_jax.checkpoint.hf_target import load_target
-from mimo_jax.decode.engine import Request
 from mimo_jax.decode.placement import Model
+from mimo_jax.decode.request import Request
 from mimo_jax.train.near_ties import NEAR_TIE, smallest_margins, ties_last
 from tests.golden.files import DATA, arrays
 

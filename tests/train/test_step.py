@@ -13,21 +13,21 @@ from flax import nnx
 
 from configs import nano, nano_smoke
 from configs.tiny import tiny_drafter, tiny_target
-from mimo_jax.decode.engine import Engine, Request
+from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.generate import generate_all
 from mimo_jax.decode.placement import Model
+from mimo_jax.decode.request import Request
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import flatten, split, unflatten
 from mimo_jax.models.target import Target
 from mimo_jax.train import loop, recipe
 from mimo_jax.train.config import DrafterTrainConfig, TargetTrainConfig
 from mimo_jax.train.data import PackedRows, pack_documents
+from mimo_jax.train.drafter_step import draft_logits_at_anchors, make_drafter_step
 from mimo_jax.train.evaluate import make_propose, simulated_accept_length, walk
 from mimo_jax.train.step import (
     Batch,
-    draft_logits_at_anchors,
     init_state,
-    make_drafter_step,
     make_optimizer,
     make_target_eval,
     make_target_step,
@@ -82,6 +82,7 @@ def test_block_logits_in_training_equal_those_of_decoding(pair, window):
         return draft_logits_at_anchors(t, d, batch, out.context_features, anchors, mask_embedding)
 
     trained = np.asarray(in_training(target.params, drafter.params))
+    trained = trained.reshape(*anchors.shape, *trained.shape[1:])
 
     @jax.jit
     def in_decoding(target_params, drafter_params, ids, length):
