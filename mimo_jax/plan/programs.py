@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mimo_jax.config import ConfigError
 from mimo_jax.decode.engine import PROMPT_CHUNK, Engine
 from mimo_jax.decode.placement import shapes_on_mesh
-from mimo_jax.decode.sampling import RowSampling
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import abstract
 from mimo_jax.models.target import Target
@@ -77,16 +76,13 @@ def lower_prefill(
     def one(dtype, *shape) -> Any:
         return jax.ShapeDtypeStruct((1, *shape), dtype, sharding=everywhere)
 
-    sampling = RowSampling(
-        one(jnp.float32), one(jnp.float32), one(jnp.int32), one(jnp.int32)
-    )
     return engine.prefill_program(is_first=False).lower(
         _params(engine),
         one(jnp.int32, min(PROMPT_CHUNK, engine.capacity)),
         (state.target_cache, state.drafter_cache),
         one(jnp.int32),
         one(jnp.int32),
-        sampling,
+        state.sampling,
     )
 
 
