@@ -83,6 +83,7 @@ def lower_prefill(
         one(jnp.int32),
         one(jnp.int32),
         state.sampling,
+        None,  # a greedy program looks at no earlier ids
     )
 
 
