@@ -59,6 +59,8 @@ def flags_of(words: list[str]) -> tuple[set[str], set[str]]:
         from train import Arguments as options
     elif "mimo_jax.demo" in words:
         from mimo_jax.demo import Arguments as options
+    elif "mimo_jax.plan" in words:
+        from mimo_jax.plan.__main__ import Arguments as options
     else:
         return set(), set()
     used = {word.split("=")[0] for word in words if word.startswith("--")} - {"--help"}
