@@ -29,6 +29,7 @@ from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.checkpoint.json_config import read_json
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError, nearest
 from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
+from mimo_jax.decode import controller
 from mimo_jax.decode.accept import MATCH
 from mimo_jax.decode.engine import (
     LENGTH_BUCKET,
@@ -37,7 +38,7 @@ from mimo_jax.decode.engine import (
     prefers_transposed,
 )
 from mimo_jax.decode.jobs import Job, Output, run_jobs, stream_job
-from mimo_jax.decode.params import SamplingParams
+from mimo_jax.decode.params import AUTO, CHAIN, DRAFTS, OFF, PROFILE, SamplingParams
 from mimo_jax.decode.placement import Model
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.sampling import MODES, mode_for
@@ -298,8 +299,12 @@ class LLM:
 
     # --- jobs and engines ----------------------------------------------------------------------
 
-    def make_job(self, prompt_ids: list[int], params: SamplingParams) -> Job:
+    def make_job(
+        self, prompt_ids: list[int], params: SamplingParams, scene: str | None = None
+    ) -> Job:
         """Checks one request against the model.
+
+        The scene says which requests teach each other's controller; see `controller.py`.
 
         A stop string that is a special token of the tokenizer becomes a stop id, since special
         tokens have no text.
@@ -336,6 +341,7 @@ class LLM:
             prompt_ids=prompt_ids,
             max_tokens=min(params.max_tokens, context - p),
             stop_ids=stop_ids,
+            scene=scene,
             **{name: getattr(params, name) for name in _REQUEST_FIELDS},
         )
         return Job(request, stops, params.logprobs)
@@ -345,7 +351,7 @@ class LLM:
         jobs: Sequence[Job],
         *,
         batch_size: int = 1,
-        draft: bool = True,
+        draft: bool | str = CHAIN,
         draft_block_len: int | None = None,
         acceptance: str = MATCH,
     ) -> Engine:
@@ -354,7 +360,7 @@ class LLM:
         Args:
           jobs: At least one.
           batch_size: Rows decoded at once, >= 1.
-          draft: Whether to use the drafter, if there is one.
+          draft: Of `params.DRAFTS`, or whether to draft at all; nothing without a drafter.
           draft_block_len: 2.. up to what the drafter was trained for; None = that.
           acceptance: Rule of `accept.RULES` for drafts.
 
@@ -363,7 +369,12 @@ class LLM:
         """
         if batch_size < 1:
             raise ConfigError(f"batch_size {batch_size} is out of range; allowed: >= 1")
-        drafter = self.drafter if draft else None
+        if isinstance(draft, bool):
+            draft = CHAIN if draft else OFF
+        if draft not in DRAFTS:
+            raise ConfigError(f"draft {draft!r} is unknown; allowed: {', '.join(DRAFTS)}")
+        drafter = None if draft == OFF else self.drafter
+        policy = {AUTO: controller.COSTS, PROFILE: controller.PROFILE}.get(draft)
         trained = self.trained_block_len
         if draft_block_len is None:
             draft_block_len = 1 if drafter is None else trained
@@ -384,8 +395,10 @@ class LLM:
         wanted = [job.logprobs for job in jobs if job.logprobs is not None]
         num_logprobs = max(wanted, default=None)
         rule = MATCH if drafter is None else acceptance
-        key = (capacity, batch_size, mode, draft_block_len, max_stop_ids, max_bias_ids, rule,
-               num_logprobs)
+        key = (
+            (capacity, batch_size, mode, draft_block_len, rule, policy if drafter else None),
+            (max_stop_ids, max_bias_ids, num_logprobs),
+        )
         if key not in self._engines:
             self._engines[key] = Engine(
                 self.target,
@@ -395,6 +408,7 @@ class LLM:
                 mode=mode,
                 draft_block_len=None if drafter is None else draft_block_len,
                 rule=rule,
+                policy=policy,
                 max_stop_ids=max_stop_ids,
                 max_bias_ids=max_bias_ids,
                 num_logprobs=num_logprobs,
@@ -409,7 +423,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         seed: int | Sequence[int] | None = None,
-        draft: bool = True,
+        draft: bool | str = CHAIN,
         draft_block_len: int | None = None,
         acceptance: str = MATCH,
         batch_size: int = 1,
@@ -421,7 +435,9 @@ class LLM:
           prompts: One text, one list of token ids, or a list of either.
           params: How to decode; default SamplingParams().
           seed: Of every answer, or one seed per prompt (to sample a prompt several times).
-          draft: Use the drafter, if there is one. The answers are the same without, only slower.
+          draft: "chain" drafts full blocks if there is a drafter, "auto" as long ones as pay on
+            this device, "profile" as long ones as the accept length allows, "off" none; True and
+            False are "chain" and "off". The answers are the same, only faster or slower.
           draft_block_len: 2.. up to what the drafter was trained for; None = that.
           acceptance: "match", or "rejection" or "block" for drafts that are sampled themselves:
             the distribution of answers is the same, the answers of one seed are not.
@@ -486,7 +502,7 @@ class LLM:
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         *,
-        draft: bool = True,
+        draft: bool | str = CHAIN,
         draft_block_len: int | None = None,
         steps_per_group: int = 4,
         **fields: Any,
@@ -496,7 +512,7 @@ class LLM:
         Args:
           prompt: Text (of a conversation: what `render_chat` gives) or token ids.
           params: How to decode; default SamplingParams().
-          draft: Use the drafter, if there is one.
+          draft: As in `generate`.
           draft_block_len: As in `generate`.
           steps_per_group: Decode steps between two pieces.
           **fields: As in `generate`.

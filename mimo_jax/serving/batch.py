@@ -24,10 +24,11 @@ from rich.console import Console
 
 from mimo_jax import __version__
 from mimo_jax.config import ConfigError
+from mimo_jax.decode import controller
 from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.jobs import Job, Output, run_jobs
 from mimo_jax.decode.llm import LLM
-from mimo_jax.decode.params import SamplingParams
+from mimo_jax.decode.params import CHAIN, OFF, SamplingParams
 from mimo_jax.distributed import ALONE, ProcessGroup
 from mimo_jax.serving import parts, report
 from mimo_jax.serving.jsonl import (
@@ -42,6 +43,7 @@ from mimo_jax.serving.jsonl import (
 from mimo_jax.serving.options import BatchOptions
 from mimo_jax.serving.progress import JobBar, loading_bar
 from mimo_jax.serving.requests import Line, LineError, parse_line
+from mimo_jax.sharding import DECODE, make_mesh, parse_mesh
 from mimo_jax.timing import Stopwatch
 
 # Steps between two looks of the host: often where a row may be refilled or end at a stop string.
@@ -108,7 +110,7 @@ def _make_jobs(llm: LLM, entries: list[_Entry], template_variables: dict) -> Non
     for entry, prompt_ids in prompts:
         assert entry.line is not None
         try:
-            entry.job = llm.make_job(prompt_ids, entry.line.params)
+            entry.job = llm.make_job(prompt_ids, entry.line.params, entry.scene)
         except ConfigError as error:
             entry.error = f"line {entry.line.number}: {error}"
 
@@ -210,12 +212,16 @@ def _decode(
 
 
 def _load(options: BatchOptions, is_quiet: bool) -> LLM:
-    drafter = None if options.draft == "off" else (options.drafter or "auto")
+    drafter = None if options.draft == OFF else (options.drafter or "auto")
+    mesh = None
+    if options.mesh is not None:  # of this process alone: processes share lines, not rows
+        mesh = make_mesh(DECODE, parse_mesh(options.mesh), jax.local_devices())
     with loading_bar(is_quiet) as report:
         return LLM.load(
             options.checkpoint,
             drafter,
             options.dtype,
+            mesh=mesh,
             qkv_layout=options.qkv_layout,
             on_progress=report,
         )
@@ -246,7 +252,9 @@ def _describe_run(
         "num_processes": num_processes,
         "checkpoint": str(options.checkpoint),
         "dtype": llm.dtype,
-        "draft": "chain" if has_draft else "off",
+        "draft": (options.draft or CHAIN) if has_draft else OFF,
+        "acceptance": engine.rule if engine else None,
+        "step_s_by_block_len": _step_times(engine),
         "draft_block_len": engine.draft_block_len if engine else None,
         "batch_size": engine.batch_size if engine else None,
         "sampling_mode": engine.mode if engine else None,
@@ -256,6 +264,13 @@ def _describe_run(
         "top_k": options.top_k,
         "seed": options.seed,
     }
+
+
+def _step_times(engine: Engine | None) -> dict[int, float] | None:
+    """Measured seconds of a step of each block length, where the job went by them."""
+    if engine is None or engine.policy != controller.COSTS:
+        return None
+    return dict(zip(engine.lengths, engine.costs(), strict=True))
 
 
 def run_batch(
@@ -285,11 +300,10 @@ def run_batch(
     entries = _parse(lines, defaults, options.scene)
     finished = read_finished(options.output)
     llm = _load(options, is_quiet) if llm is None else llm
-    use_draft = options.draft != "off" and llm.drafter is not None
-    if options.draft == "chain" and llm.drafter is None:
+    if options.draft not in (None, OFF) and llm.drafter is None:
         raise ConfigError(
-            f"draft chain needs a drafter, and {options.checkpoint / 'dflash'} holds none; name "
-            "one with --drafter"
+            f"draft {options.draft} needs a drafter, and {options.checkpoint / 'dflash'} holds "
+            "none; name one with --drafter"
         )
     if options.stop:
         llm.need_tokenizer("stop strings need a tokenizer")
@@ -300,8 +314,9 @@ def run_batch(
         engine = llm.open_engine(
             jobs,
             batch_size=min(options.batch_size, -(-len(jobs) // group.count)),
-            draft=use_draft,
+            draft=options.draft or CHAIN,
             draft_block_len=options.draft_block_len,
+            acceptance=options.acceptance,
         )
     done, pending = _split_finished(entries, finished)
     if not pending and group.is_first:  # a run may have been killed after it had merged

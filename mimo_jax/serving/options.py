@@ -23,7 +23,8 @@ class BatchOptions:
 
     A line holds "prompt" (text), "prompt_token_ids" or "messages"; or it is a request of an OpenAI
     batch file. It may hold id, scene, tools, chat_template_kwargs, and in place of the flags of the
-    same names max_tokens, temperature, top_p, top_k, seed, stop, stop_token_ids, ignore_eos.
+    same names max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty,
+    frequency_penalty, logprobs, seed, stop, and beside them logit_bias, stop_token_ids, ignore_eos.
 
     Every line gets one line of output, in the order of the input. A line that cannot be answered
     gets one with "error", and the exit code is 1. The same command, given again, goes on where it
@@ -42,9 +43,15 @@ class BatchOptions:
     drafter: Annotated[Path | None, _optional("DIR", "CHECKPOINT/dflash if it exists")] = None
     """The drafter."""
     draft: Annotated[
-        Literal["off", "chain"] | None, _optional("{off,chain}", "chain if there is a drafter")
+        Literal["off", "chain", "auto", "profile"] | None,
+        _optional("{off,chain,auto,profile}", "chain if there is a drafter"),
     ] = None
-    """Draft one chain of tokens per step, or none. The answers are the same."""
+    """chain: a full block per step; auto: as long a block as pays on this device, measured first;
+    profile: as long a block as the accept length of the scene allows; off: none. The answers are
+    the same."""
+    acceptance: Literal["match", "rejection", "block"] = "match"
+    """Rule for drafts. rejection and block sample the drafts too, which changes the answers of a
+    seed but not their distribution."""
     draft_block_len: Annotated[int | None, _optional("INT", "what the drafter was made for")] = None
     """Tokens per draft block, the anchor included; at most the default."""
     max_tokens: int = 256
@@ -55,6 +62,16 @@ class BatchOptions:
     """Sample from the fewest tokens that have this probability together; 1 is off."""
     top_k: int = 0
     """Sample from this many most likely tokens; 0 is off."""
+    min_p: float = 0.0
+    """Sample from tokens with at least this share of the largest probability; 0 is off."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that were said or asked become less likely; 1 is off."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that were said; 0 is off."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time that a token was said; 0 is off."""
+    logprobs: Annotated[int | None, _optional("INT", "none")] = None
+    """Also write the log probability of each token and of this many likeliest ones."""
     seed: int = 0
     """Of every request; the same seed and prompt give the same answer."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -70,6 +87,8 @@ class BatchOptions:
         Literal["chunked", "plain"] | None, _optional("{chunked,plain}", "as the files' family")
     ] = None
     """How a fused qkv is stored; "plain" for re-exported MiMo files with rows [Q; K; V]."""
+    mesh: Annotated[str | None, _optional("DATAxMODEL", "one device")] = None
+    """Devices to use: rows of the batch over DATA, heads, widths and vocabulary over MODEL."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and caches. bfloat16 is slow on CPUs."""
     detailed: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -116,6 +135,11 @@ class BatchOptions:
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logprobs=self.logprobs,
             seed=self.seed,
             stop=self.stop,
         )

@@ -337,3 +337,53 @@ def test_template_variables_of_the_job_and_of_a_line(job):
     assert lengths["own2"] - lengths["plain"] == len("sad")
     with pytest.raises(ConfigError, match=r"chat_template_kwargs '\[\]' is no JSON object"):
         job(lines, chat_template_kwargs="[]")
+
+
+def test_drafting_by_cost_or_profile_answers_the_same(job, tmp_path):
+    lines = [{"id": str(b), "prompt_token_ids": PROMPTS[b], "scene": "chat"} for b in (0, 1)]
+    for draft in ("auto", "profile"):
+        metrics = tmp_path / f"{draft}.json"
+        code, records = job(
+            lines, max_tokens=48, draft=draft, metrics_json=metrics, output=tmp_path / draft
+        )
+        assert code == 0
+        assert [record["token_ids"] for record in records] == ANSWERS
+        run = json.loads(metrics.read_text())["run"]
+        assert run["draft"] == draft
+        times = run["step_s_by_block_len"]
+        assert (set(times or ()) == {"1", "4", "8"}) == (draft == "auto")
+
+
+def test_log_probabilities_and_penalties_of_lines(job):
+    line = {"prompt_token_ids": PROMPTS[0], "max_tokens": 6}
+    lines = [
+        line | {"id": "a", "logprobs": 2},
+        line | {"id": "b"},
+        line | {"id": "c", "logit_bias": {str(ANSWERS[0][0]): -100}},
+        {"custom_id": "d", "body": line | {"logprobs": True, "top_logprobs": 1}},
+        {"custom_id": "e", "body": line | {"top_logprobs": 1}},
+    ]
+    code, (a, b, c, d, e) = job(lines)
+    assert code == 1
+    assert a["token_ids"] == b["token_ids"] == d["token_ids"] == ANSWERS[0][:6]
+    assert len(a["logprobs"]) == len(a["top_logprobs"]) == 6
+    assert [len(top) for top in a["top_logprobs"]] == [2] * 6
+    assert [top[0][0] for top in a["top_logprobs"]] == ANSWERS[0][:6]  # greedy
+    assert [len(top) for top in d["top_logprobs"]] == [1] * 6
+    assert "logprobs" not in b
+    assert c["token_ids"][0] != ANSWERS[0][0]
+    assert e["error"] == "line 5: top_logprobs has no meaning without logprobs true"
+
+
+@pytest.mark.multi_device
+def test_a_mesh_answers_the_same(llm, tmp_path):
+    """Of one device each way: what is cut is tested in tests/decode/test_mesh.py."""
+    file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text(json.dumps({"prompt_token_ids": PROMPTS[0], "max_tokens": 20}) + "\n")
+    options = BatchOptions(llm.directory, file, output, mesh="1x1", quiet=True)
+    assert run_batch(options) == 0
+    assert read_records(output)[0]["token_ids"] == ANSWERS[0][:20]
+    for mesh, message in (("1x3", "cannot be cut into 3 parts"), ("1x2x3", "does not fit rules")):
+        options = BatchOptions(llm.directory, file, tmp_path / "no", mesh=mesh, quiet=True)
+        with pytest.raises(ConfigError, match=message):
+            run_batch(options)
