@@ -148,9 +148,12 @@ def write_block(
     slots = start
     if cache.windows[layer_idx] is not None:
         slots = start % (layer.keys.shape[2] - cache.slack)
-    return LayerCache(
+    written = LayerCache(
         _write_rows(layer.keys, keys, slots), _write_rows(layer.values, values, slots)
     )
+    # Without it XLA:CPU writes a single position twice, once for the reader and once for the
+    # carry, into copies of the whole memory: a cost that grows with the context.
+    return LayerCache(*jax.lax.optimization_barrier(tuple(written)))
 
 
 def _chunk_slot_positions(cache: KVCache, end: Int[Array, "b"]) -> Int[Array, "b s"]:

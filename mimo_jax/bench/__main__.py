@@ -31,7 +31,7 @@ class Decode:
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     """Temperatures at which accept lengths are measured."""
     only: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Parts to run, any of tau, speed, dense, loop; default all."""
+    """Parts to run, any of tau, speed, auto, dense, loop; default all."""
     json: Path | None = Path("out/bench/decode.json")
     """Where the figures are written."""
 
@@ -98,7 +98,7 @@ def run_decode(arguments: Decode) -> int:
     from mimo_jax.train.provenance import machine
 
     console = Console()
-    parts = arguments.only or ("tau", "speed", "dense", "loop")
+    parts = arguments.only or ("tau", "speed", "auto", "dense", "loop")
     results: dict = {"machine": machine(), "max_tokens": arguments.max_tokens}
     try:
         target, drafter = bench.load_models(arguments.checkpoint)
@@ -129,6 +129,21 @@ def run_decode(arguments: Decode) -> int:
             "identical": "",
         }
         console.print(_table("Embedded default, greedy, batch 1", results["speed"], columns))
+    if "auto" in parts:
+        results["auto"] = auto = bench.adaptive_jobs(
+            target, drafter, requests(arguments.num_speed_prompts, 0.0), max_len=max_len
+        )
+        columns = {
+            "plain_s": ".2f",
+            "chain_s": ".2f",
+            "auto_s": ".2f",
+            "auto_over_plain_time": ".3f",
+            "best_fixed_over_auto": ".3f",
+            "identical": "",
+        }
+        rows = auto["scenes"] | {"mixed": auto["mixed"]}
+        console.print(_table("Decode seconds of a job, greedy, batch 1", rows, columns))
+        console.print(f"Seconds of a step by block length: {auto['costs']}")
     if "dense" in parts:
         results["dense"] = dense = bench.dense_costs()
         console.print(f"Dense 57.9M, float32, batch 1: {json.dumps(dense, indent=1)}")

@@ -23,6 +23,7 @@ from flax import nnx
 from mimo_jax.checkpoint.hf_drafter import load_drafter
 from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.config import GLOBAL, AttentionConfig, DrafterConfig, TargetConfig
+from mimo_jax.decode import controller
 from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.generate import Completion, generate_all
 from mimo_jax.decode.placement import Model
@@ -154,6 +155,70 @@ def speeds(
             "num_prompts": len(scene_requests),
         }
     return rows
+
+
+def adaptive_jobs(
+    target: Model, drafter: Model, requests: dict[str, list[Request]], *, max_len: int
+) -> dict:
+    """Decode time of whole jobs: plain, full blocks, and blocks as long as pays ("auto").
+
+    Every scene's job runs through the three engines, back and forth; then one job with the scenes
+    in turn, which only the controller can treat differently. Answers must be identical.
+
+    Returns:
+      {"scenes": {scene: times and ratios}, "mixed": the same of the mixed job, "costs": measured
+      seconds of a step by block length}; best_fixed of the mixed job is the sum over its scenes of
+      the better of plain and chain.
+    """
+    engines = {
+        "plain": Engine(target, max_len=max_len),
+        "chain": Engine(target, drafter, max_len=max_len),
+        "auto": Engine(target, drafter, max_len=max_len, policy=controller.COSTS),
+    }
+    jobs = {
+        scene: [dataclasses.replace(r, scene=scene) for r in scene_requests]
+        for scene, scene_requests in requests.items()
+    }
+    for engine in engines.values():  # compile and measure before the clock
+        for job in jobs.values():
+            for request in job:
+                engine.prefill(request)
+        generate_all(engine, next(iter(jobs.values()))[:1])
+
+    def run(job: list[Request]) -> tuple[dict[str, list[float]], bool]:
+        """Seconds of each answer's decoding, the better of two runs, and whether texts agree."""
+        seconds: dict[str, list[float]] = {}
+        ids = {}
+        for names in (list(engines), list(engines)[::-1]):
+            for name in names:
+                done = generate_all(engines[name], job, steps_per_group=256)
+                times = [c.decode_s for c in done]
+                if name not in seconds or sum(times) < sum(seconds[name]):
+                    seconds[name] = times
+                ids[name] = [c.token_ids for c in done]
+        return seconds, ids["plain"] == ids["chain"] == ids["auto"]
+
+    def row(seconds: dict[str, list[float]], best_fixed: float, identical: bool) -> dict:
+        total = {name: sum(times) for name, times in seconds.items()}
+        return {f"{name}_s": total[name] for name in engines} | {
+            "auto_over_plain_time": total["auto"] / total["plain"],
+            "best_fixed_over_auto": best_fixed / total["auto"],
+            "identical": identical,
+        }
+
+    scenes = {}
+    for scene, job in jobs.items():
+        seconds, identical = run(job)
+        best = min(sum(seconds["plain"]), sum(seconds["chain"]))
+        scenes[scene] = row(seconds, best, identical)
+    mixed = [r for together in zip(*jobs.values(), strict=False) for r in together]
+    seconds, identical = run(mixed)
+    best = 0.0
+    for scene in jobs:
+        own = [i for i, r in enumerate(mixed) if r.scene == scene]
+        best += min(sum(seconds[name][i] for i in own) for name in ("plain", "chain"))
+    costs = dict(zip(engines["auto"].lengths, engines["auto"].costs(), strict=True))
+    return {"scenes": scenes, "mixed": row(seconds, best, identical), "costs": costs}
 
 
 def dense_models() -> tuple[Model, Model]:

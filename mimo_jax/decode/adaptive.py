@@ -1,12 +1,16 @@
-"""A decode step whose block length the controller picks: plain, half or full, in one program.
+"""A decode loop in which the controller picks each block's length: plain, half or full.
 
-Every rung is a branch of one `lax.switch` of its own width, so that a plain step costs one token
-and not a padded block. While a row decodes plainly its context features are kept aside (`Pending`)
-and go into the drafter's memory 32 at a time, or when a block is drafted next: a projection of one
-position per step would cost several per cent of it.
+Every rung is an inner loop of its own width, so that a plain step costs one token and not a padded
+block; the outer loop takes them in turn. Rejected: one `lax.switch` per step, which on XLA:CPU
+copies the caches that its branches pass on (a plain step then took 1.1 to 1.4 times its time).
+
+While a row decodes plainly its context features are kept aside (`Pending`) and go into the
+drafter's memory 32 at a time, or when a block is drafted next: a projection of one position per
+step would cost several per cent of it.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +22,11 @@ from mimo_jax.decode.step import (
     DecodeState,
     Pending,
     StepResult,
+    commit,
+    num_running,
     plain_step,
     speculative_step,
+    write_at,
 )
 from mimo_jax.models.target import Target
 
@@ -45,83 +52,109 @@ def flush(drafter: BlockDrafter, cache, pending: Pending, anchor_pos: Int[Array,
 
 def _keep(pending: Pending, features) -> Pending:
     """With one more position [b, 1, c] of each row kept."""
-    slots = jnp.arange(MAX_PENDING, dtype=jnp.int32)[None, :]
-    is_next = (slots == pending.num[:, None])[:, :, None]
-    return Pending(jnp.where(is_next, features, pending.features), pending.num + 1)
+    return Pending(write_at(pending.features, features, pending.num), pending.num + 1)
 
 
-def adaptive_step(
+def _once(is_wanted, fn, *args):
+    """fn(*args) if wanted, else args; as a loop, since XLA:CPU copies what a branch passes on."""
+    body = lambda carry: (jnp.zeros((), bool), *fn(*carry[1:]))
+    return jax.lax.while_loop(lambda carry: carry[0], body, (is_wanted, *args))[1:]
+
+
+def run_adaptive_steps(
     target: Target,
     drafter: BlockDrafter,
     state: DecodeState,
+    num_steps: Int[Array, ""],
     *,
     mode: str,
     draft_block_len: int,
     rule: str,
     policy: str,
-) -> tuple[DecodeState, StepResult]:
-    """One step of the rung that the controller picks.
+    row_axis: str | None = None,
+) -> DecodeState:
+    """As `step.run_steps`, with the block length of each step picked by the controller.
 
-    Returns:
-      (state with control and kept features as after the step, result padded to a full block).
+    Args:
+      target: Merged target.
+      drafter: Merged drafter.
+      state: Has control and pending; donated by the caller.
+      num_steps: int32 scalar.
+      mode: Sampling mode, of sampling.MODES.
+      draft_block_len: Slots of a full block.
+      rule: Acceptance rule, of accept.RULES.
+      policy: Of the controller, COSTS or PROFILE.
+      row_axis: Mesh axis that the rows are cut over, or None.
     """
-    assert state.control is not None, "an adaptive state has a controller"
     lengths = controller.ladder(draft_block_len)
-    top, is_running = len(lengths) - 1, ~state.is_done
-    control, rung = controller.choose(state.control, is_running, lengths, policy)
-    width = jnp.max(jnp.where(is_running, rung, 0))
+    top = len(lengths) - 1
 
-    def pad(result: StepResult) -> StepResult:
-        behind = draft_block_len - result.emitted.shape[1]
-        fill = lambda x: jnp.pad(x, ((0, 0), (0, behind)) + ((0, 0),) * (x.ndim - 2))
-        return result._replace(
-            emitted=fill(result.emitted), logprobs=jax.tree.map(fill, result.logprobs)
-        )
+    def pick(state: DecodeState):
+        """(state, rung of each row, the highest of them)."""
+        assert state.control is not None, "an adaptive state has a controller"
+        is_running = ~state.is_done
+        control, rung = controller.choose(state.control, is_running, lengths, policy, row_axis)
+        width = controller.highest(jnp.where(is_running, rung, 0), row_axis)
+        return dataclasses.replace(state, control=control), rung, width
 
-    def flush_if(is_wanted, cache, pending, anchor_pos):
-        return jax.lax.cond(
-            is_wanted, lambda c, p: flush(drafter, c, p, anchor_pos), lambda c, p: (c, p), cache,
-            pending,
-        )
-
-    def plainly(state: DecodeState):
+    def plainly(state: DecodeState, rung) -> tuple[DecodeState, StepResult]:
         result, features = plain_step(
             target, state, mode=mode, tap_layer_ids=drafter.config.target_layer_ids
         )
         assert state.pending is not None
         pending = _keep(state.pending, features)
         is_full = (pending.num == MAX_PENDING).any()
-        cache, pending = flush_if(is_full, state.drafter_cache, pending, state.length)
-        return pending, pad(result._replace(drafter_cache=cache))
+        move = lambda cache, pending: flush(drafter, cache, pending, state.length)
+        cache, pending = _once(is_full, move, state.drafter_cache, pending)
+        return dataclasses.replace(state, pending=pending), result._replace(drafter_cache=cache)
 
-    def drafting(length: int):
-        def run(state: DecodeState):
-            assert state.pending is not None
-            has_kept = (state.pending.num > 0).any()
-            cache, pending = flush_if(
-                has_kept, state.drafter_cache, state.pending, state.length - 1
+    def drafting(length: int, state: DecodeState, rung) -> tuple[DecodeState, StepResult]:
+        assert state.pending is not None
+        has_kept = (state.pending.num > 0).any()
+        move = lambda cache, pending: flush(drafter, cache, pending, state.length - 1)
+        cache, pending = _once(has_kept, move, state.drafter_cache, state.pending)
+        state = dataclasses.replace(state, drafter_cache=cache, pending=pending)
+        result = speculative_step(
+            target,
+            drafter,
+            state,
+            mode=mode,
+            draft_block_len=length,
+            rule=rule,
+            most_active=jnp.take(jnp.asarray(lengths, jnp.int32), rung),
+        )
+        return state, result
+
+    steps = [plainly, *(functools.partial(drafting, length) for length in lengths[1:])]
+
+    def is_open(carry):
+        num_done, running = carry[:2]
+        return (num_done < num_steps) & (running > 0)
+
+    def body_of(step):
+        def body(carry):
+            num_done, _, _, rung, state = carry
+            is_running = ~state.is_done
+            state, result = step(state, rung)
+            control = controller.observe(
+                state.control, rung, result.num_accepted, result.num_offered, is_running, top
             )
-            state = dataclasses.replace(state, drafter_cache=cache)
-            most = jnp.take(jnp.asarray(lengths, jnp.int32), rung)
-            result = speculative_step(
-                target,
-                drafter,
-                state,
-                mode=mode,
-                draft_block_len=length,
-                rule=rule,
-                most_active=most,
-            )
-            return pending, pad(result)
+            state = dataclasses.replace(state, control=control)
+            state = commit(state, result, target.mesh_axis)
+            state, rung, width = pick(state)
+            return num_done + 1, num_running(state, row_axis), width, rung, state
 
-        return run
+        return body
 
-    branches = [plainly, *(drafting(length) for length in lengths[1:])]
-    pending, result = jax.lax.switch(width, branches, state)
-    control = controller.observe(
-        control, rung, result.num_accepted, result.num_offered, is_running, top
-    )
-    return dataclasses.replace(state, control=control, pending=pending), result
+    def in_turn(carry):
+        for number, step in enumerate(steps):
+            stays = lambda carry, number=number: is_open(carry) & (carry[2] == number)
+            carry = jax.lax.while_loop(stays, body_of(step), carry)
+        return carry
+
+    state, rung, width = pick(state)
+    start = (jnp.zeros((), jnp.int32), num_running(state, row_axis), width, rung, state)
+    return jax.lax.while_loop(is_open, in_turn, start)[-1]
 
 
 def row_control(lengths: tuple[int, ...], scene: str | None) -> controller.Control:

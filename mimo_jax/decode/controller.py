@@ -22,6 +22,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from mimo_jax.layers.linear import psum_over
+from mimo_jax.layers.vocab import max_over
+
 COSTS, PROFILE = "costs", "profile"
 
 # Running accept length from which a row keeps (half blocks, full blocks); the seed system's bars.
@@ -94,15 +97,22 @@ def expected_tokens(alpha: Float[Array, "b m"], lengths: tuple[int, ...]) -> Flo
 
 
 def choose(
-    control: Control, is_running: Bool[Array, "b"], lengths: tuple[int, ...], policy: str
+    control: Control,
+    is_running: Bool[Array, "b"],
+    lengths: tuple[int, ...],
+    policy: str,
+    row_axis: str | None = None,
 ) -> tuple[Control, Int[Array, "b"]]:
-    """The rung of each row for this step, and the control with its lasting choice noted.
+    """The rung of each row for the next step, and the control with its lasting choice noted.
+
+    Choosing twice without an observation in between changes nothing.
 
     Args:
       control: State.
       is_running: Rows that still decode; the others do not vote.
       lengths: As `ladder` gives them.
       policy: COSTS or PROFILE.
+      row_axis: Mesh axis that the rows are cut over: all of them vote.
 
     Returns:
       (control, rung int32 [b]); within a probe the rung is the top one while control.rung stays.
@@ -111,7 +121,8 @@ def choose(
     tokens = expected_tokens(control.alpha, lengths)
     if policy == COSTS:
         votes = jnp.where(is_running[:, None], tokens / control.costs, 0.0).sum(axis=0)
-        held = jnp.max(jnp.where(is_running, control.rung, 0))
+        votes = psum_over(votes, row_axis)
+        held = highest(jnp.where(is_running, control.rung, 0), row_axis)
         best = jnp.argmax(votes).astype(jnp.int32)
         kept = jnp.where(votes[best] > _BETTER * votes[held], best, held)
         rung = jnp.broadcast_to(kept, control.rung.shape)
@@ -129,8 +140,13 @@ def choose(
     is_due = (since >= every) | (since < 0)
     is_due &= is_running
     if policy == COSTS:
-        is_due = jnp.broadcast_to(is_due.any(), is_due.shape)
+        is_due = jnp.broadcast_to(highest(is_due.astype(jnp.int32), row_axis) > 0, is_due.shape)
     return control._replace(rung=rung), jnp.where(is_due, top, rung)
+
+
+def highest(x: Int[Array, "b"], row_axis: str | None) -> Int[Array, ""]:
+    """The maximum over all rows, those of other devices included."""
+    return max_over(x.max().astype(jnp.float32), row_axis).astype(jnp.int32)
 
 
 def observe(

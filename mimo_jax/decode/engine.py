@@ -460,28 +460,27 @@ class Engine:
         has_more_rows = rows_per_device(self.batch_size, self.mesh) < self.batch_size
 
         def group(params, state, num_steps):
-            return run_steps(
-                self._step(*self._merge(params)),
-                state,
-                num_steps,
-                mesh_axis=self.target_axis,
-                row_axis=DATA if has_more_rows else None,
-            )
+            target, drafter = self._merge(params)
+            return self._loop(target, drafter, state, num_steps, DATA if has_more_rows else None)
 
         specs = self._state_specs(state, ROWS)
         in_specs = (self._param_specs(), specs, DECODE.spec(()))
         return program(group, self.mesh, in_specs, specs, donate=(1,))
 
-    def _step(self, target, drafter):
-        """The step that this engine's loop repeats: (state) -> (state, result)."""
+    def _loop(self, target, drafter, state: DecodeState, num_steps, row_axis: str | None):
+        """The loop that this engine compiles."""
         options: dict[str, Any] = {"mode": self.mode}
+        if drafter is not None:
+            options |= {"draft_block_len": self.draft_block_len, "rule": self.rule}
+        if self.policy is not None and drafter is not None:
+            options |= {"policy": self.policy, "row_axis": row_axis}
+            return adaptive.run_adaptive_steps(target, drafter, state, num_steps, **options)
         if drafter is None:
-            return lambda state: (state, plain_step(target, state, **options)[0])
-        options |= {"draft_block_len": self.draft_block_len, "rule": self.rule}
-        if self.policy is None:
-            return lambda state: (state, speculative_step(target, drafter, state, **options))
-        options["policy"] = self.policy
-        return lambda state: adaptive.adaptive_step(target, drafter, state, **options)
+            step = lambda state: plain_step(target, state, **options)[0]
+        else:
+            step = lambda state: speculative_step(target, drafter, state, **options)
+        axis = self.target_axis
+        return run_steps(step, state, num_steps, mesh_axis=axis, row_axis=row_axis)
 
     def group_program(self, state: DecodeState):
         """The compiled step group, for inspection: (params, state, num_steps) -> state."""

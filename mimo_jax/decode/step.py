@@ -158,7 +158,7 @@ class StepResult(NamedTuple):
     drafter_cache: KVCache | None
 
 
-def _write_at(buffer, block, column):
+def write_at(buffer, block, column):
     """buffer [b, s, ...] with block [b, t, ...] written from column[b] of each row."""
     zeros = (0,) * (buffer.ndim - 2)
     if buffer.shape[0] > 8:
@@ -366,13 +366,13 @@ def commit(
         seen = seen._replace(num_emitted=seen.num_emitted + counts)
     if logprobs is not None and result.logprobs is not None:
         logprobs = Logprobs(
-            *(_write_at(a, b, state.length) for a, b in zip(logprobs, result.logprobs, strict=True))
+            *(write_at(a, b, state.length) for a, b in zip(logprobs, result.logprobs, strict=True))
         )
     return dataclasses.replace(
         state,
         seen=seen,
         logprobs=logprobs,
-        tokens=_write_at(state.tokens, result.emitted, state.length),
+        tokens=write_at(state.tokens, result.emitted, state.length),
         length=state.length + committed.num_committed,
         finish=jnp.where(was_done, state.finish, committed.finish),
         num_steps=state.num_steps + (~was_done).astype(jnp.int32),
@@ -384,11 +384,13 @@ def commit(
     )
 
 
-Step = Callable[[DecodeState], tuple[DecodeState, StepResult]]
+def num_running(state: DecodeState, row_axis: str | None) -> Int[Array, ""]:
+    """Rows that still decode, those of other devices included."""
+    return psum_over((~state.is_done).sum(dtype=jnp.int32), row_axis)
 
 
 def run_steps(
-    step: Step,
+    step: Callable[[DecodeState], StepResult],
     state: DecodeState,
     num_steps: Int[Array, ""],
     *,
@@ -398,24 +400,21 @@ def run_steps(
     """Up to num_steps steps, stopping when every row is done. One dispatch, no host traffic.
 
     Args:
-      step: State -> (the state with what the step changed besides its tokens, its result).
+      step: What one step does, before its result is committed.
       state: Donated by the caller.
       num_steps: int32 scalar.
       mesh_axis: That the vocabulary is cut over, or None.
       row_axis: Mesh axis that the rows are cut over, or None: devices leave the loop together.
     """
 
-    def num_running(state):
-        return psum_over((~state.is_done).sum(dtype=jnp.int32), row_axis)
-
     def body(carry):
         num_done, _, state = carry
-        state = commit(*step(state), mesh_axis)
-        return num_done + 1, num_running(state), state
+        state = commit(state, step(state), mesh_axis)
+        return num_done + 1, num_running(state, row_axis), state
 
     def is_open(carry):
         num_done, running, _ = carry
         return (num_done < num_steps) & (running > 0)
 
-    start = (jnp.zeros((), jnp.int32), num_running(state), state)
+    start = (jnp.zeros((), jnp.int32), num_running(state, row_axis), state)
     return jax.lax.while_loop(is_open, body, start)[2]
