@@ -39,7 +39,7 @@ from mimo_jax.decode.engine import (
 )
 from mimo_jax.decode.jobs import Job, Output, run_jobs, stream_job
 from mimo_jax.decode.params import AUTO, CHAIN, DRAFTS, OFF, PROFILE, SamplingParams
-from mimo_jax.decode.placement import Model
+from mimo_jax.decode.placement import Model, place_on_mesh
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.sampling import MODES, mode_for
 from mimo_jax.models.params import flatten
@@ -192,6 +192,7 @@ class LLM:
         dtype: str = "float32",
         *,
         mesh: Mesh | None = None,
+        has_whole_drafter: bool = False,
         qkv_layout: str | None = None,
         on_progress: Callable[[int, int], object] = lambda done_bytes, total_bytes: None,
     ) -> "LLM":
@@ -205,6 +206,8 @@ class LLM:
           dtype: Of weights and caches, "float32" or "bfloat16" (slow on CPUs, see the module).
           mesh: Devices to cut the models over, from `make_mesh(DECODE, (1, 8))` or the like; every
             device's part is read directly. None = one device.
+          has_whole_drafter: Keep the drafter whole on every device of the mesh: for one whose heads
+            do not divide. `python -m mimo_jax.plan` says which is faster.
           qkv_layout: "plain" for MiMo files re-exported with a fused qkv of rows [Q; K; V], which
             nothing in them tells apart from the published ones; see `hf_target.open_target`.
           on_progress: Called as parameters are read, with (bytes so far, bytes in all).
@@ -227,7 +230,10 @@ class LLM:
         if drafter_dir is not None:
             check_same_tokenizer(tokenizer, Path(drafter_dir))
         drafter_model = None
-        if drafter_dir is not None:
+        if drafter_dir is not None and has_whole_drafter:
+            whole = load_drafter(drafter_dir, DTYPES[dtype], is_transposed=place["is_transposed"])
+            drafter_model = place_on_mesh(Model(*whole), mesh, is_replicated=True)
+        elif drafter_dir is not None:
             drafter_model = Model(*load_drafter(drafter_dir, DTYPES[dtype], **place), mesh)
         return cls(
             Model(config, graph, params, mesh),

@@ -6,7 +6,8 @@ from rich.table import Table
 
 from mimo_jax.plan.account import DFLASH, LAUNCHES, MEMORY, PLAIN, ROOFLINE, SHARDING, Plan
 from mimo_jax.plan.devices import SOURCES
-from mimo_jax.plan.roofline import SCENE_ACCEPT_LENGTHS
+from mimo_jax.plan.roofline import SCENE_ACCEPT_LENGTHS, drafter_choice
+from mimo_jax.plan.weights import DRAFTER
 
 GB = 1e9
 
@@ -192,6 +193,25 @@ def bound_lines(plan: Plan) -> list[str]:
     ]
 
 
+def drafter_lines(plan: Plan) -> list[str]:
+    """Whether the drafter should be cut over the devices or kept whole on each."""
+    request = plan.request
+    if not request.is_drafting or request.num_devices == 1 or DRAFTER not in plan.weights:
+        return []
+    choice = drafter_choice(
+        request.model,
+        plan.weights,
+        request.device,
+        num_tokens=request.draft_block_len * request.batch_size,
+        num_devices=request.num_devices,
+    )
+    better = "cut" if choice.cut_s <= choice.whole_s else "whole"
+    return [
+        f"drafter: {choice.cut_s * 1e3:.2f} ms a step cut over {request.num_devices} devices, "
+        f"{choice.whole_s * 1e3:.2f} whole on each: {better} is faster"
+    ]
+
+
 def failures(plan: Plan) -> list[str]:
     """One line for each program that could not be compiled."""
     return [
@@ -220,6 +240,7 @@ def sections(plan: Plan, parts: tuple[str, ...]) -> Iterator[Table | str]:
     if ROOFLINE in parts:
         yield roofline_table(plan)
         yield from bound_lines(plan)
+        yield from drafter_lines(plan)
         yield constants_table(plan)
     if SHARDING in parts:
         yield sharding_table(plan)

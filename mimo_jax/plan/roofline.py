@@ -248,6 +248,36 @@ def _with_traffic(memory, traffic, flops, device, num_devices) -> StepTime:
     return StepTime(terms, flops / (num_devices * device.bf16_flops_per_s))
 
 
+class DrafterChoice(NamedTuple):
+    """Seconds per step of a drafter cut over the devices, and of one kept whole on each."""
+
+    cut_s: float
+    whole_s: float
+
+
+def drafter_choice(
+    model: PublishedModel,
+    rows: dict[str, ClassBytes],
+    device: Device,
+    *,
+    num_tokens: int,
+    num_devices: int,
+) -> DrafterChoice:
+    """What cutting the drafter's layers buys: fewer bytes per device, two all-reduces per layer.
+
+    The head, the embedding and the choice of ids are the target's, cut either way.
+
+    Example: the Pro's five layers, 8 tokens, 8 x H200 -> 0.22 ms cut, 1.15 ms whole.
+    """
+    assert model.drafter is not None, "a model with a drafter"
+    held = rows[DRAFTER]
+    layers, width = model.drafter.num_layers, model.drafter.hidden_size
+    reduces = 2 * layers + 1  # and one for the fusion of the taps
+    wire = num_tokens * width * 2.0 * (num_devices - 1) / device.link_bytes_per_s
+    cut = held.device_bytes / device.hbm_bytes_per_s + reduces * (device.all_reduce_s + wire)
+    return DrafterChoice(cut, held.num_weights * BITS["bf16"] / 8 / device.hbm_bytes_per_s)
+
+
 def weight_bound(
     model: PublishedModel,
     rows: dict[str, ClassBytes],

@@ -222,6 +222,7 @@ def _load(options: BatchOptions, is_quiet: bool) -> LLM:
             drafter,
             options.dtype,
             mesh=mesh,
+            has_whole_drafter=options.whole_drafter,
             qkv_layout=options.qkv_layout,
             on_progress=report,
         )

@@ -89,6 +89,8 @@ class BatchOptions:
     """How a fused qkv is stored; "plain" for re-exported MiMo files with rows [Q; K; V]."""
     mesh: Annotated[str | None, _optional("DATAxMODEL", "one device")] = None
     """Devices to use: rows of the batch over DATA, heads, widths and vocabulary over MODEL."""
+    whole_drafter: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Keep the drafter whole on every device: for one whose heads do not divide over the mesh."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and caches. bfloat16 is slow on CPUs."""
     detailed: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

@@ -380,7 +380,9 @@ def test_a_mesh_answers_the_same(llm, tmp_path):
     """Of one device each way: what is cut is tested in tests/decode/test_mesh.py."""
     file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text(json.dumps({"prompt_token_ids": PROMPTS[0], "max_tokens": 20}) + "\n")
-    options = BatchOptions(llm.directory, file, output, mesh="1x1", quiet=True)
+    options = BatchOptions(
+        llm.directory, file, output, mesh="1x1", whole_drafter=True, quiet=True
+    )
     assert run_batch(options) == 0
     assert read_records(output)[0]["token_ids"] == ANSWERS[0][:20]
     for mesh, message in (("1x3", "cannot be cut into 3 parts"), ("1x2x3", "does not fit rules")):
