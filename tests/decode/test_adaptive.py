@@ -125,8 +125,7 @@ def test_the_estimate_follows_the_text():
     assert (np.asarray(still.alpha) == np.asarray(control.alpha)).all()
 
 
-@pytest.mark.parametrize("policy", ["costs", "profile"])
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize(("policy", "batch_size"), [("costs", 1), ("profile", 3)])
 def test_text_is_that_of_plain_decoding(mimo, policy, batch_size):
     target, drafter = mimo
     requests = [
