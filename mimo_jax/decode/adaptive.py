@@ -6,7 +6,8 @@ copies the caches that its branches pass on (a plain step then took 1.1 to 1.4 t
 
 While a row decodes plainly its context features are kept aside (`Pending`) and go into the
 drafter's memory 32 at a time, or when a block is drafted next: a projection of one position per
-step would cost several per cent of it.
+step would cost several per cent of it. The controller is asked then, and after each block, not
+after each plain step, whose tenth its small operations would be.
 """
 
 import dataclasses
@@ -21,7 +22,6 @@ from mimo_jax.decode.step import (
     BlockDrafter,
     DecodeState,
     Pending,
-    StepResult,
     commit,
     num_running,
     plain_step,
@@ -97,18 +97,40 @@ def run_adaptive_steps(
         width = controller.highest(jnp.where(is_running, rung, 0), row_axis)
         return dataclasses.replace(state, control=control), rung, width
 
-    def plainly(state: DecodeState, rung) -> tuple[DecodeState, StepResult]:
+    def is_open(carry):
+        num_done, running = carry[:2]
+        return (num_done < num_steps) & (running > 0)
+
+    def plain_body(carry):
+        num_done, _, state = carry
         result, features = plain_step(
             target, state, mode=mode, tap_layer_ids=drafter.config.target_layer_ids
         )
         assert state.pending is not None
-        pending = _keep(state.pending, features)
-        is_full = (pending.num == MAX_PENDING).any()
-        move = lambda cache, pending: flush(drafter, cache, pending, state.length)
-        cache, pending = _once(is_full, move, state.drafter_cache, pending)
-        return dataclasses.replace(state, pending=pending), result._replace(drafter_cache=cache)
+        state = dataclasses.replace(state, pending=_keep(state.pending, features))
+        state = commit(state, result, target.mesh_axis)
+        return num_done + 1, num_running(state, row_axis), state
 
-    def drafting(length: int, state: DecodeState, rung) -> tuple[DecodeState, StepResult]:
+    def plainly(carry):
+        """Plain steps until as many features are kept as there is room for."""
+        num_done, running, _, _, before = carry
+        pending = before.pending
+        last = num_done + MAX_PENDING - controller.highest(pending.num, row_axis)
+        goes_on = lambda carry: is_open(carry) & (carry[0] < last)
+        start = (num_done, running, before)
+        num_done, running, state = jax.lax.while_loop(goes_on, plain_body, start)
+        is_full = num_done == last
+        move = lambda cache, pending: flush(drafter, cache, pending, state.length - 1)
+        cache, pending = _once(is_full, move, state.drafter_cache, state.pending)
+        control = controller.observe_plain(state.control, state.num_steps - before.num_steps)
+        state = dataclasses.replace(state, control=control, drafter_cache=cache, pending=pending)
+        state, rung, width = pick(state)
+        return num_done, running, width, rung, state
+
+    def drafting(length: int, carry):
+        """One block."""
+        num_done, _, _, rung, state = carry
+        is_running = ~state.is_done
         assert state.pending is not None
         has_kept = (state.pending.num > 0).any()
         move = lambda cache, pending: flush(drafter, cache, pending, state.length - 1)
@@ -123,33 +145,20 @@ def run_adaptive_steps(
             rule=rule,
             most_active=jnp.take(jnp.asarray(lengths, jnp.int32), rung),
         )
-        return state, result
+        control = controller.observe(
+            state.control, rung, result.num_accepted, result.num_offered, is_running, top
+        )
+        state = dataclasses.replace(state, control=control)
+        state = commit(state, result, target.mesh_axis)
+        state, rung, width = pick(state)
+        return num_done + 1, num_running(state, row_axis), width, rung, state
 
-    steps = [plainly, *(functools.partial(drafting, length) for length in lengths[1:])]
-
-    def is_open(carry):
-        num_done, running = carry[:2]
-        return (num_done < num_steps) & (running > 0)
-
-    def body_of(step):
-        def body(carry):
-            num_done, _, _, rung, state = carry
-            is_running = ~state.is_done
-            state, result = step(state, rung)
-            control = controller.observe(
-                state.control, rung, result.num_accepted, result.num_offered, is_running, top
-            )
-            state = dataclasses.replace(state, control=control)
-            state = commit(state, result, target.mesh_axis)
-            state, rung, width = pick(state)
-            return num_done + 1, num_running(state, row_axis), width, rung, state
-
-        return body
+    bodies = [plainly, *(functools.partial(drafting, length) for length in lengths[1:])]
 
     def in_turn(carry):
-        for number, step in enumerate(steps):
+        for number, body in enumerate(bodies):
             stays = lambda carry, number=number: is_open(carry) & (carry[2] == number)
-            carry = jax.lax.while_loop(stays, body_of(step), carry)
+            carry = jax.lax.while_loop(stays, body, carry)
         return carry
 
     state, rung, width = pick(state)

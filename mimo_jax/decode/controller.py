@@ -157,13 +157,14 @@ def observe(
     is_running: Bool[Array, "b"],
     top: int,
 ) -> Control:
-    """The control after a step of these rungs.
+    """The control after one block.
 
     Args:
       control: As `choose` returned it.
       rung: As `choose` returned it.
       num_accepted: Drafts accepted.
-      num_offered: Drafts that could have been; 0 in a plain step.
+      num_offered: Drafts that could have been; 0 for a row that took a step of the block's width
+        plainly.
       is_running: Rows that took the step.
       top: Number of the top rung.
     """
@@ -185,6 +186,11 @@ def observe(
         num_blocks=control.num_blocks + drafted.astype(jnp.int32),
         since_probe=jnp.where(is_running, since, control.since_probe),
     )
+
+
+def observe_plain(control: Control, num_steps: Int[Array, "b"]) -> Control:
+    """The control after some plain steps of each row."""
+    return control._replace(since_probe=control.since_probe + num_steps)
 
 
 def carried(control: Control, earlier: Control | None) -> Control:

@@ -492,31 +492,34 @@ class Engine:
         return self.group_program(state)(self._params, state, np.int32(num_steps))
 
 
-def measure_costs(engine: Engine, num_steps: int = 24, rounds: int = 3) -> list[float] | None:
-    """Seconds of a step of each rung of an adaptive engine; None if its rows are too short."""
+def measure_costs(engine: Engine, num_steps: int = 24, rounds: int = 7) -> list[float] | None:
+    """Seconds of a step of each rung of an adaptive engine; None if its rows are too short.
+
+    The rungs take turns, and the medians count: what neighbours do to the shared cache lasts longer
+    than one measurement.
+    """
     room = engine.max_len - 2
     num_steps = min(num_steps, room // engine.draft_block_len)
     if num_steps < 4:
         return None
-    row = engine.prefill(Request((0,), room))
-    seconds = []
-    for rung in range(len(engine.lengths)):
-        best = float("inf")
-        for _ in range(rounds):
-            row = engine.prefill(Request((0,), room))
-            state = row if engine.batch_size == 1 else engine.empty_state(row)
-            for slot in range(engine.batch_size):
-                state = engine.insert(state, row, slot) if engine.batch_size > 1 else state
-            assert state.control is not None, "an engine with a policy has a controller"
-            control = controller.forced(state.control, rung)
-            state = dataclasses.replace(state, control=engine.place_rows(control))
-            engine.group_program(state)
-            with Stopwatch() as watch:
-                state = engine.run(state, num_steps)
-                watch.wait_for(state.length)
-            best = min(best, watch.elapsed_s / num_steps)
-        seconds.append(best)
-    return seconds
+
+    def seconds(rung: int) -> float:
+        row = engine.prefill(Request((0,), room))
+        state = row if engine.batch_size == 1 else engine.empty_state(row)
+        for slot in range(engine.batch_size if engine.batch_size > 1 else 0):
+            state = engine.insert(state, row, slot)
+        assert state.control is not None, "an engine with a policy has a controller"
+        control = engine.place_rows(controller.forced(state.control, rung))
+        state = dataclasses.replace(state, control=control)
+        engine.group_program(state)
+        with Stopwatch() as watch:
+            state = engine.run(state, num_steps)
+            watch.wait_for(state.length)
+        return watch.elapsed_s / num_steps
+
+    rungs = range(len(engine.lengths))
+    times = [[seconds(rung) for rung in rungs] for _ in range(rounds + 1)]
+    return np.median(times[1:], axis=0).tolist()  # the first warms up
 
 
 def _start_state(
