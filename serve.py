@@ -8,6 +8,7 @@ Exit codes: 0 all lines answered, 1 some line has an error, 2 wrong usage or unu
 if this process or another one of the group was killed.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,8 +27,11 @@ def main(args: Sequence[str] | None = None) -> int:
     from mimo_jax.checkpoint.safetensors_reader import CheckpointError
     from mimo_jax.config import ConfigError
     from mimo_jax.distributed import ALONE, open_group
+    from mimo_jax.gpu_flags import has_gpu_plugin, set_gpu_flags
     from mimo_jax.serving.jsonl import JobError
 
+    if has_gpu_plugin():
+        set_gpu_flags(os.environ)
     group = ALONE
     try:
         group = open_group(options.processes, "serve.py")

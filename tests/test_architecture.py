@@ -22,6 +22,7 @@ ORDER = (
     ("mimo_jax.arrays",),
     ("mimo_jax.config",),
     ("mimo_jax.timing",),
+    ("mimo_jax.gpu_flags",),
     ("mimo_jax.witness",),
     ("mimo_jax.distributed",),
     ("mimo_jax.text",),

@@ -6,10 +6,8 @@ folder that is on nobody's path (`aot` in the environment, made by .ci/setup_env
 worker process gets to see it. A worker process also takes what the compiler may do to it: a missing
 ptxas ends the process with a C++ stack trace. The parent turns all of that into one line.
 
-XLA_FLAGS are those of our GPU runs: `+WHILE` puts the loop itself into the CUDA graph (the list
-that is often copied would drop the collective kernels from it), split-k would add a launch per
-product, CUB's radix sort asks a device for its scratch size where there is none, and two combined
-all-reduces go to NCCL, which cuts the graph in two.
+XLA_FLAGS are those of our GPU runs (`gpu_flags`), and one more: CUB's radix sort asks a device for
+its scratch size where there is none.
 
 Rejected: the plugin in the environment itself with JAX_PLATFORMS=cpu set for everybody; one
 forgotten variable and every command prints a CUDA error first.
@@ -28,12 +26,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-GPU_XLA_FLAGS = (
-    "--xla_gpu_enable_command_buffer=+WHILE",
-    "--xla_gpu_experimental_force_split_k=1",
-    "--xla_gpu_enable_cub_radix_sort=false",
-    "--xla_gpu_all_reduce_combine_threshold_bytes=0",
-)
+from mimo_jax.gpu_flags import GPU_XLA_FLAGS
+
+WORKER_XLA_FLAGS = (*GPU_XLA_FLAGS, "--xla_gpu_enable_cub_radix_sort=false")
 PLUGIN = "jax_plugins/xla_cuda13"
 LIBRARY = "xla_cuda_plugin.so"
 WORKER_TIMEOUT_S = 900.0
@@ -99,7 +94,7 @@ def worker_environment(job: Job, dump_folder: str) -> dict[str, str]:
                 "the GPU compiler is not installed (make setup puts it into the environment)"
             )
         path.insert(0, str(folder))
-        flags += GPU_XLA_FLAGS
+        flags += WORKER_XLA_FLAGS
     return environment | {
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_COMPILATION_CACHE": "false",

@@ -131,7 +131,7 @@ def test_workers_look_for_no_gpu_and_have_our_flags(monkeypatch):
     assert found["JAX_PLATFORMS"] == "cpu"
     assert found["PYTHONPATH"].startswith("/plugin:")
     assert "somebody" not in found["XLA_FLAGS"]
-    for flag in aot.GPU_XLA_FLAGS:
+    for flag in aot.WORKER_XLA_FLAGS:
         assert flag in found["XLA_FLAGS"].split()
     on_cpu = aot.worker_environment(aot.Job(LOOP, {}, (1, 8)), "/dump")
     assert "xla_gpu" not in on_cpu["XLA_FLAGS"]
