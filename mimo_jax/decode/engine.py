@@ -223,7 +223,7 @@ class Engine:
         if drafter is None:
             return target_cache, None
         if self.policy is not None:
-            slack = max(slack, adaptive.MAX_PENDING)
+            slack = max(slack, adaptive.PIECE_LEN)
         return target_cache, drafter.make_cache(1, self.capacity, slack)
 
     def prefill_program(self, is_first: bool):

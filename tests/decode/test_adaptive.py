@@ -163,20 +163,20 @@ def test_it_drafts_where_that_pays(mimo, is_right, rung):
     assert engine.lengths[rung] == (8 if is_right else 1)
 
 
-@pytest.mark.parametrize("num_plain", [1, 5, 31, 32, 33, 70])
+@pytest.mark.parametrize("num_plain", [1, 5, 32, 33, 70, 127, 128, 129, 200])
 def test_features_kept_aside_reach_the_drafter(mimo, num_plain):
     """A block after some plain steps accepts what it accepts right after a prompt of that text."""
     target, drafter = mimo
-    engine = Engine(target, drafter, max_len=160, policy="costs")
+    engine = Engine(target, drafter, max_len=300, policy="costs")
     engine._costs = [1.0, 1.0, 1.0]
-    state = engine.prefill(Request(PROMPT, 120))
+    state = engine.prefill(Request(PROMPT, 280))
     for rung, count in ((0, num_plain), (2, 4)):
         control = controller.forced(state.control, rung)
         state = engine.run(dataclasses.replace(state, control=control), count)
     accepted = np.asarray(state.accepted_per_step)[0, num_plain : num_plain + 4].tolist()
     ids = np.asarray(state.tokens)[0, : len(PROMPT) + num_plain].tolist()
-    fixed = Engine(target, drafter, max_len=160)
-    (want,) = generate_all(fixed, [Request(ids, 60)])
+    fixed = Engine(target, drafter, max_len=300)
+    (want,) = generate_all(fixed, [Request(ids, 40)])
     assert accepted == want.num_accepted_per_step[:4]
 
 
