@@ -121,6 +121,11 @@ def num_parts(spec_entry, sizes: Mapping[str, int]) -> int:
     return int(np.prod([sizes[name] for name in names]))
 
 
+def fitting_parts(size: int) -> str:
+    """The numbers of parts, up to 512, that an axis divides into. Example: 6 -> "1, 2, 3, 6"."""
+    return ", ".join(str(n) for n in range(1, min(size, 512) + 1) if size % n == 0)
+
+
 def check_divides(
     name: str, shape: Sequence[int], axes: Axes, rules: AxisRules, sizes: Mapping[str, int]
 ) -> PartitionSpec:
@@ -144,11 +149,10 @@ def check_divides(
     for size, logical, entry in zip(shape, axes, spec, strict=True):
         parts = num_parts(entry, sizes)
         if size % parts:
-            fitting = ", ".join(str(n) for n in range(1, min(size, 512) + 1) if size % n == 0)
             cut = " and ".join(f"{a}={sizes[a]}" for a in rules.cuts[logical or ""])
             raise ConfigError(
                 f"{name}: axis {logical} of {size} cannot be cut into {parts} parts "
-                f"(rules {rules.name}: {cut}); {size} can be cut into {fitting}"
+                f"(rules {rules.name}: {cut}); {size} can be cut into {fitting_parts(size)}"
             )
     return spec
 

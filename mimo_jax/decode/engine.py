@@ -156,6 +156,7 @@ class Engine:
         self.policy = None if drafter is None else policy
         self.lengths = controller.ladder(self.draft_block_len)
         self._costs = None
+        self._controls: dict[tuple, controller.Control] = {}  # fresh ones, by scene and costs
         self.rule, self.max_bias_ids, self.num_logprobs = rule, max_bias_ids, num_logprobs
         self.max_len = max_len
         self.capacity = -(-max_len // LENGTH_BUCKET) * LENGTH_BUCKET
@@ -338,11 +339,12 @@ class Engine:
         """The controller's state of a fresh row, or None where block lengths are fixed."""
         if self.policy is None:
             return None
-        fresh = adaptive.row_control(self.lengths, request.scene)
-        if self.policy == controller.COSTS:
-            costs = np.asarray([self.costs()], np.float32)
-            fresh = fresh._replace(costs=jnp.asarray(costs))
-        return controller.carried(fresh, earlier)
+        costs = self.costs() if self.policy == controller.COSTS else self.lengths
+        key = (request.scene, *costs)  # kept: made anew they are a dozen dispatches per request
+        if key not in self._controls:
+            fresh = adaptive.row_control(self.lengths, request.scene)
+            self._controls[key] = fresh._replace(costs=jnp.asarray([costs], jnp.float32))
+        return controller.carried(self._controls[key], earlier)
 
     def costs(self) -> list[float]:
         """Seconds of a step of each rung on this device, measured once.

@@ -24,15 +24,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mimo_jax.config import AttentionConfig, ConfigError, DrafterConfig, TargetConfig
 from mimo_jax.models.params import partition_specs
-from mimo_jax.sharding import DECODE, MODEL, mesh_sizes
+from mimo_jax.sharding import DECODE, MODEL, fitting_parts, mesh_sizes
 
 
 def _divide(name: str, size: int, num_parts: int) -> int:
     if size % num_parts:
-        fitting = ", ".join(str(n) for n in range(1, min(size, 512) + 1) if size % n == 0)
         raise ConfigError(
             f"{name} {size} cannot be cut into {num_parts} parts (rules decode: "
-            f"{MODEL}={num_parts}); it can be cut into {fitting}"
+            f"{MODEL}={num_parts}); it can be cut into {fitting_parts(size)}"
         )
     return size // num_parts
 

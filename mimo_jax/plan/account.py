@@ -21,7 +21,7 @@ from mimo_jax.plan.published import PublishedModel
 from mimo_jax.plan.verdict import Verdict, judge
 from mimo_jax.plan.weights import ClassBytes
 from mimo_jax.plan.worker import ProgramFacts
-from mimo_jax.sharding import DATA, DECODE, MODEL, TRAIN
+from mimo_jax.sharding import DATA, DECODE, MODEL, TRAIN, fitting_parts
 
 MEMORY, LAUNCHES, ROOFLINE, SHARDING = PARTS = ("memory", "launches", "roofline", "sharding")
 PREFILL, PLAIN, DFLASH = "prefill chunk", "plain step", "DFlash step"
@@ -108,10 +108,10 @@ def make_request(
         require(length >= 1, f"accept length of {scene} {length} must be >= 1")
     for kind, geometry in model.target.attention.items():
         n = geometry.num_heads
-        fitting = ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
         require(
             n % num_devices == 0,
-            f"devices {num_devices}: {n} heads of {kind} layers cannot be cut; allowed: {fitting}",
+            f"devices {num_devices}: {n} heads of {kind} layers cannot be cut; allowed: "
+            f"{fitting_parts(n)}",
         )
     return Request(
         config, model, device, num_devices, context, batch_size, block, lengths, launches_per_layer

@@ -9,6 +9,7 @@ scales are no weights and belong to the format.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -81,10 +82,7 @@ class Leaf(NamedTuple):
 
     @property
     def program_bytes(self) -> int:
-        num_bytes = self.item_bytes
-        for size in self.shape:
-            num_bytes *= size
-        return num_bytes
+        return self.item_bytes * math.prod(self.shape)
 
 
 def _classify(name: str, storage: StorageFormats) -> tuple[str, str]:
@@ -113,9 +111,7 @@ def leaves(model: Abstract, storage: StorageFormats, kind: str | None = None) ->
     for path, value in nnx.to_flat_state(model.params):
         name = ".".join(str(part) for part in path)
         own_kind, file_format = _classify(name, storage)
-        num_weights = 1
-        for size in value.shape:
-            num_weights *= size
+        num_weights = math.prod(value.shape)
         if value.dtype == jnp.uint8:
             num_weights = 0 if name.endswith("_scale") else 2 * num_weights
         found.append(
@@ -190,10 +186,7 @@ def device_bytes(leaf: Leaf, rules: AxisRules, sizes: Mapping[str, int]) -> int:
       ConfigError: If a cut does not divide; names the parameter and what would.
     """
     spec = check_divides(leaf.name, leaf.cut_shape, leaf.axes, rules, sizes)
-    num_bytes = leaf.item_bytes
-    for size in part_shape(leaf.cut_shape, spec, sizes):
-        num_bytes *= size
-    return num_bytes
+    return leaf.item_bytes * math.prod(part_shape(leaf.cut_shape, spec, sizes))
 
 
 def weigh(
