@@ -156,6 +156,26 @@ def write_block(
     return LayerCache(*jax.lax.optimization_barrier(tuple(written)))
 
 
+def write_path(
+    cache: KVCache, nodes: tuple[LayerCache, ...], path: Int[Array, "b t"], start: Int[Array, "b"]
+) -> KVCache:
+    """Memory with some of a step's keys and values written at positions start .. start+t-1.
+
+    Args:
+      cache: Memory.
+      nodes: Per layer keys and values [b, k, n, *] that are in no memory yet.
+      path: Which of them, in order; t <= slack.
+      start: Position of the first.
+    """
+    index = path[:, None, :, None]
+    cache = advance_ring_positions(cache, start, path.shape[1])
+    layers = []
+    for layer_idx, of_layer in enumerate(nodes):
+        keys, values = (jnp.take_along_axis(x, index, axis=2) for x in of_layer)
+        layers.append(write_block(cache, layer_idx, keys, values, start))
+    return dataclasses.replace(cache, layers=tuple(layers))
+
+
 def _chunk_slot_positions(cache: KVCache, end: Int[Array, "b"]) -> Int[Array, "b s"]:
     """Newest position below `end` that belongs into each ring slot; -1 in the slack slots."""
     assert cache.ring_positions is not None, "ring layers have a position table"

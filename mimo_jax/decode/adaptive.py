@@ -12,10 +12,11 @@ after each plain step, whose tenth its small operations would be.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mimo_jax.cache import KVCache
 from mimo_jax.decode import controller
@@ -29,6 +30,7 @@ from mimo_jax.decode.step import (
     speculative_step,
     write_at,
 )
+from mimo_jax.decode.tree import Chain, tree_step
 from mimo_jax.models.target import Target
 
 MAX_PENDING = 128  # positions kept aside; at 32 the plain rung was 16-20% behind a plain loop
@@ -83,6 +85,7 @@ def run_adaptive_steps(
     draft_block_len: int,
     rule: str,
     policy: str,
+    max_verify_nodes: int | None = None,
     row_axis: str | None = None,
 ) -> DecodeState:
     """As `step.run_steps`, with the block length of each step picked by the controller.
@@ -96,9 +99,10 @@ def run_adaptive_steps(
       draft_block_len: Slots of a full block.
       rule: Acceptance rule, of accept.RULES.
       policy: Of the controller, COSTS or PROFILE.
+      max_verify_nodes: Nodes of the tree that is the top rung; None = there is none.
       row_axis: Mesh axis that the rows are cut over, or None.
     """
-    lengths = controller.ladder(draft_block_len)
+    lengths = controller.ladder(draft_block_len, max_verify_nodes is not None)
     top = len(lengths) - 1
 
     def pick(state: DecodeState):
@@ -140,8 +144,8 @@ def run_adaptive_steps(
         state, rung, width = pick(state)
         return num_done, running, width, rung, state
 
-    def drafting(length: int, carry):
-        """One block."""
+    def drafting(length: int, carry, *, is_tree: bool = False):
+        """One block or tree."""
         num_done, _, _, rung, state = carry
         is_running = ~state.is_done
         assert state.pending is not None
@@ -149,17 +153,25 @@ def run_adaptive_steps(
             drafter, state.drafter_cache, state.pending, state.length - 1, jnp.ones((), bool)
         )
         state = dataclasses.replace(state, drafter_cache=cache, pending=pending)
-        result = speculative_step(
-            target,
-            drafter,
-            state,
-            mode=mode,
-            draft_block_len=length,
-            rule=rule,
-            most_active=jnp.take(jnp.asarray(lengths, jnp.int32), rung),
-        )
+        most_active = jnp.take(jnp.asarray(lengths, jnp.int32), rung)
+        options: dict[str, Any] = {
+            "mode": mode,
+            "draft_block_len": length,
+            "most_active": most_active,
+        }
+        if is_tree:
+            options["num_nodes"] = max_verify_nodes
+            result, chain = tree_step(target, drafter, state, **options)
+        else:
+            result = speculative_step(target, drafter, state, rule=rule, **options)
+            chain = Chain(result.num_accepted, result.num_offered)
         control = controller.observe(
-            state.control, rung, result.num_accepted, result.num_offered, is_running, top
+            state.control,
+            rung,
+            *chain,
+            is_running,
+            top,
+            tree_accepted=result.num_accepted if is_tree else None,
         )
         state = dataclasses.replace(state, control=control)
         state = commit(state, result, target.mesh_axis)
@@ -167,6 +179,8 @@ def run_adaptive_steps(
         return num_done + 1, num_running(state, row_axis), width, rung, state
 
     bodies = [plainly, *(functools.partial(drafting, length) for length in lengths[1:])]
+    if max_verify_nodes is not None:
+        bodies[-1] = functools.partial(drafting, draft_block_len, is_tree=True)
 
     def in_turn(carry):
         for number, body in enumerate(bodies):
@@ -179,9 +193,11 @@ def run_adaptive_steps(
     return jax.lax.while_loop(is_open, in_turn, start)[-1]
 
 
-def row_control(lengths: tuple[int, ...], scene: str | None) -> controller.Control:
+def row_control(
+    lengths: tuple[int, ...], scene: str | None, has_tree: bool = False
+) -> controller.Control:
     """A fresh row's control, with the thresholds of its scene; unknown scenes have chat's."""
-    control = controller.initial(1, lengths)
+    control = controller.initial(1, lengths, has_tree)
     bars = controller.PROFILES.get(scene or "chat", controller.PROFILES["chat"])
-    kept: Int[Array, "b"] = jnp.asarray([bars[-(len(lengths) - 1) :]], jnp.float32)
+    kept: Float[Array, "b r"] = jnp.asarray([bars[-control.thresholds.shape[1] :]], jnp.float32)
     return control._replace(thresholds=kept)

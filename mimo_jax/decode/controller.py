@@ -45,6 +45,7 @@ _PROBE_SHARE = 0.02
 _MIN_PROBE_EVERY, _MAX_PROBE_EVERY = 32, 4096
 _PROFILE_PROBE_EVERY = 64
 _PRIOR = 0.8  # acceptance rate of a position that was never tried
+_PRIOR_GAIN = 0.5  # tokens per tree, before one was tried
 
 
 class Control(NamedTuple):
@@ -56,7 +57,9 @@ class Control(NamedTuple):
       rung: int32 [b], 0 = plain.
       since_probe: int32 [b], steps since the last full block; negative within a burst.
       costs: float32 [b, r], time of a step of each rung, in any unit.
-      thresholds: float32 [b, r - 1], accept length from which each rung above plain is kept.
+      thresholds: float32 [b, rungs of chains - 1], accept length from which each is kept.
+      tree_gain: float32 [b], tokens that a tree commits beyond what its first choices alone would;
+        None where the ladder has no tree.
     """
 
     alpha: Float[Array, "b m"]
@@ -65,16 +68,21 @@ class Control(NamedTuple):
     since_probe: Int[Array, "b"]
     costs: Float[Array, "b r"]
     thresholds: Float[Array, "b r1"]
+    tree_gain: Float[Array, "b"] | None
 
 
-def ladder(draft_block_len: int) -> tuple[int, ...]:
-    """Block lengths of the rungs. Example: 8 -> (1, 4, 8); 3 -> (1, 3)."""
+def ladder(draft_block_len: int, has_tree: bool = False) -> tuple[int, ...]:
+    """Block lengths of the rungs; a tree, if any, is the last.
+
+    Example: 8 -> (1, 4, 8), with a tree (1, 4, 8, 8); 3 -> (1, 3).
+    """
     half = draft_block_len // 2
-    return (1, half, draft_block_len) if half >= 2 else (1, draft_block_len)
+    chains = (1, half, draft_block_len) if half >= 2 else (1, draft_block_len)
+    return (*chains, draft_block_len) if has_tree else chains
 
 
-def initial(batch_size: int, lengths: tuple[int, ...]) -> Control:
-    """A controller that has seen nothing and starts with full blocks."""
+def initial(batch_size: int, lengths: tuple[int, ...], has_tree: bool = False) -> Control:
+    """A controller that has seen nothing and starts with the top rung."""
     m, top = lengths[-1] - 1, len(lengths) - 1
     fill = lambda value: jnp.full((batch_size,), value, jnp.int32)
     return Control(
@@ -83,17 +91,24 @@ def initial(batch_size: int, lengths: tuple[int, ...]) -> Control:
         rung=fill(top),
         since_probe=fill(0),
         costs=jnp.broadcast_to(jnp.asarray(lengths, jnp.float32), (batch_size, top + 1)),
-        thresholds=jnp.zeros((batch_size, top), jnp.float32),
+        thresholds=jnp.zeros((batch_size, top - has_tree), jnp.float32),
+        tree_gain=jnp.full((batch_size,), _PRIOR_GAIN, jnp.float32) if has_tree else None,
     )
 
 
-def expected_tokens(alpha: Float[Array, "b m"], lengths: tuple[int, ...]) -> Float[Array, "b r"]:
+def expected_tokens(
+    alpha: Float[Array, "b m"],
+    lengths: tuple[int, ...],
+    tree_gain: Float[Array, "b"] | None = None,
+) -> Float[Array, "b r"]:
     """Tokens that a step of each rung is expected to commit.
 
-    Example: alpha (.5, .4, .5), lengths (1, 2, 4) -> 1, 1 + .5, 1 + .5 + .2 + .1.
+    Example: alpha (.5, .4, .5), lengths (1, 2, 4) -> 1, 1 + .5, 1 + .5 + .2 + .1; lengths
+      (1, 2, 4, 4) and a tree's gain of .3 -> the same and 2.1.
     """
     sums = jnp.pad(jnp.cumsum(jnp.cumprod(alpha, axis=1), axis=1), ((0, 0), (1, 0)))
-    return 1.0 + jnp.stack([sums[:, length - 1] for length in lengths], axis=1)
+    tokens = 1.0 + jnp.stack([sums[:, length - 1] for length in lengths], axis=1)
+    return tokens if tree_gain is None else tokens.at[:, -1].add(tree_gain)
 
 
 def choose(
@@ -118,7 +133,7 @@ def choose(
       (control, rung int32 [b]); within a probe the rung is the top one while control.rung stays.
     """
     top = len(lengths) - 1
-    tokens = expected_tokens(control.alpha, lengths)
+    tokens = expected_tokens(control.alpha, lengths, control.tree_gain)
     if policy == COSTS:
         votes = jnp.where(is_running[:, None], tokens / control.costs, 0.0).sum(axis=0)
         votes = psum_over(votes, row_axis)
@@ -131,8 +146,10 @@ def choose(
         moves_up = jnp.arange(1, top + 1, dtype=jnp.int32)[None, :] > control.rung[:, None]
         bar = control.thresholds + jnp.where(moves_up, _MARGIN, 0.0)
         rung = (running_len >= bar).sum(axis=1, dtype=jnp.int32)
-    relative = control.costs[:, top] / control.costs[:, 0]
-    loss = jnp.maximum(relative - tokens[:, top], 0.0) * _BURST_LEN  # in plain steps
+    # What a burst costs beyond the kept rung's time for as many tokens, in plain steps.
+    at = lambda x: jnp.take_along_axis(x, rung[:, None], axis=1)[:, 0]
+    worth = tokens[:, top] * at(control.costs) / at(tokens)
+    loss = jnp.maximum(control.costs[:, top] - worth, 0.0) / control.costs[:, 0] * _BURST_LEN
     every = jnp.clip(loss / _PROBE_SHARE, _MIN_PROBE_EVERY, _MAX_PROBE_EVERY)
     if policy == PROFILE:  # without measured costs
         every = jnp.full_like(every, _PROFILE_PROBE_EVERY)
@@ -156,17 +173,19 @@ def observe(
     num_offered: Int[Array, "b"],
     is_running: Bool[Array, "b"],
     top: int,
+    tree_accepted: Int[Array, "b"] | None = None,
 ) -> Control:
     """The control after one block.
 
     Args:
       control: As `choose` returned it.
       rung: As `choose` returned it.
-      num_accepted: Drafts accepted.
+      num_accepted: Drafts accepted; of a tree, of its chain of first choices.
       num_offered: Drafts that could have been; 0 for a row that took a step of the block's width
         plainly.
       is_running: Rows that took the step.
       top: Number of the top rung.
+      tree_accepted: Nodes accepted, if it was a tree.
     """
     slot = jnp.arange(1, control.alpha.shape[1] + 1, dtype=jnp.int32)[None, :]
     drafted = is_running & (num_offered > 0)
@@ -174,6 +193,12 @@ def observe(
     survived = (slot <= num_accepted[:, None]).astype(jnp.float32)
     moved = control.alpha + rate * (survived - control.alpha)
     is_tried = drafted[:, None] & (slot <= jnp.minimum(num_accepted + 1, num_offered)[:, None])
+    gain = control.tree_gain
+    if gain is not None and tree_accepted is not None:
+        # A tree that ends where its first choices were all right does not say what a chain had won.
+        is_whole = num_accepted < num_offered
+        extra = jnp.where(is_whole, tree_accepted - num_accepted, 0).astype(jnp.float32)
+        gain = jnp.where(drafted, gain + rate[:, 0] * (extra - gain), gain)
     is_top = rung == top
     # The first full block of a probe begins a burst, which counts up from below zero.
     since = jnp.where(
@@ -185,6 +210,7 @@ def observe(
         alpha=jnp.where(is_tried, moved, control.alpha),
         num_blocks=control.num_blocks + drafted.astype(jnp.int32),
         since_probe=jnp.where(is_running, since, control.since_probe),
+        tree_gain=gain,
     )
 
 

@@ -42,6 +42,7 @@ from mimo_jax.decode.step import (
     run_steps,
     speculative_step,
 )
+from mimo_jax.decode.tree import MAX_NODES, tree_step
 from mimo_jax.models.params import transpose_weights
 from mimo_jax.sharding import DATA, DECODE, MODEL
 from mimo_jax.timing import Stopwatch
@@ -101,6 +102,8 @@ class Engine:
       draft_block_len: Slots per draft block; default and maximum is what the drafter was trained
         for.
       rule: Acceptance rule, of accept.RULES.
+      max_verify_nodes: Nodes of a draft tree per step, the anchor included; None = draft a chain.
+        With the policy COSTS the tree is one more rung. Trees know the rule MATCH only.
       policy: How the controller picks the block length of each step, controller.COSTS or PROFILE;
         None = every block is full.
       max_stop_ids: Stop ids per request.
@@ -122,6 +125,7 @@ class Engine:
         mode: str = GREEDY,
         draft_block_len: int | None = None,
         rule: str = accept.MATCH,
+        max_verify_nodes: int | None = None,
         policy: str | None = None,
         max_stop_ids: int = 8,
         max_bias_ids: int = 0,
@@ -150,11 +154,22 @@ class Engine:
         self.batch_size, self.mode, self.max_stop_ids = batch_size, mode, max_stop_ids
         if rule not in accept.RULES:
             raise ConfigError(f"rule {rule!r} is unknown; allowed: {', '.join(accept.RULES)}")
+        self.max_verify_nodes = None if drafter is None else max_verify_nodes
+        if self.max_verify_nodes is not None:
+            if not 2 <= self.max_verify_nodes <= min(MAX_NODES, target.config.vocab_size):
+                allowed = f"2..{min(MAX_NODES, target.config.vocab_size)}"
+                raise ConfigError(
+                    f"max_verify_nodes {max_verify_nodes} is out of range; allowed: {allowed}"
+                )
+            if rule != accept.MATCH:
+                raise ConfigError(f"trees know the rule {accept.MATCH} only, not {rule}")
+        if self.max_verify_nodes is not None and policy == controller.PROFILE:
+            raise ConfigError(f"the policy {policy} knows chains only, not trees")
         if policy not in (None, controller.COSTS, controller.PROFILE):
             allowed = f"{controller.COSTS}, {controller.PROFILE}"
             raise ConfigError(f"policy {policy!r} is unknown; allowed: {allowed}")
         self.policy = None if drafter is None else policy
-        self.lengths = controller.ladder(self.draft_block_len)
+        self.lengths = controller.ladder(self.draft_block_len, self.max_verify_nodes is not None)
         self._costs = None
         self._controls: dict[tuple, controller.Control] = {}  # fresh ones, by scene and costs
         self.rule, self.max_bias_ids, self.num_logprobs = rule, max_bias_ids, num_logprobs
@@ -342,7 +357,8 @@ class Engine:
         costs = self.costs() if self.policy == controller.COSTS else self.lengths
         key = (request.scene, *costs)  # kept: made anew they are a dozen dispatches per request
         if key not in self._controls:
-            fresh = adaptive.row_control(self.lengths, request.scene)
+            has_tree = self.max_verify_nodes is not None
+            fresh = adaptive.row_control(self.lengths, request.scene, has_tree)
             self._controls[key] = fresh._replace(costs=jnp.asarray([costs], jnp.float32))
         return controller.carried(self._controls[key], earlier)
 
@@ -353,6 +369,8 @@ class Engine:
         """
         if self._costs is None:
             self._costs = [float(length) for length in self.lengths]  # also while measuring
+            if self.max_verify_nodes is not None:
+                self._costs[-1] = float(self.max_verify_nodes)
             self._costs = measure_costs(self) or self._costs
         return self._costs
 
@@ -410,7 +428,9 @@ class Engine:
             one(),
             one(self.max_stop_ids),
             row_sampling(Request((), 1), self.max_bias_ids),
-            None if self.policy is None else controller.initial(1, self.lengths),
+            None if self.policy is None else controller.initial(
+                1, self.lengths, self.max_verify_nodes is not None
+            ),
             is_in_prompt,
             *caches,
         )
@@ -476,9 +496,14 @@ class Engine:
             options |= {"draft_block_len": self.draft_block_len, "rule": self.rule}
         if self.policy is not None and drafter is not None:
             options |= {"policy": self.policy, "row_axis": row_axis}
+            options["max_verify_nodes"] = self.max_verify_nodes
             return adaptive.run_adaptive_steps(target, drafter, state, num_steps, **options)
         if drafter is None:
             step = lambda state: plain_step(target, state, **options)[0]
+        elif self.max_verify_nodes is not None:
+            options = {"mode": self.mode, "draft_block_len": self.draft_block_len}
+            options["num_nodes"] = self.max_verify_nodes
+            step = lambda state: tree_step(target, drafter, state, **options)[0]
         else:
             step = lambda state: speculative_step(target, drafter, state, **options)
         axis = self.target_axis

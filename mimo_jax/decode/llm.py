@@ -38,10 +38,11 @@ from mimo_jax.decode.engine import (
     prefers_transposed,
 )
 from mimo_jax.decode.jobs import Job, Output, run_jobs, stream_job
-from mimo_jax.decode.params import AUTO, CHAIN, DRAFTS, OFF, PROFILE, SamplingParams
+from mimo_jax.decode.params import AUTO, CHAIN, DRAFTS, OFF, PROFILE, TREE, SamplingParams
 from mimo_jax.decode.placement import Model, place_on_mesh
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.sampling import MODES, mode_for
+from mimo_jax.decode.tree import NUM_NODES
 from mimo_jax.models.params import flatten
 from mimo_jax.text.chat import load_chat_template, render_chat
 from mimo_jax.text.tokenizer import Tokenizer
@@ -359,6 +360,7 @@ class LLM:
         batch_size: int = 1,
         draft: bool | str = CHAIN,
         draft_block_len: int | None = None,
+        max_verify_nodes: int | None = None,
         acceptance: str = MATCH,
     ) -> Engine:
         """The engine that fits every one of some jobs; made once per shape and mode.
@@ -368,6 +370,7 @@ class LLM:
           batch_size: Rows decoded at once, >= 1.
           draft: Of `params.DRAFTS`, or whether to draft at all; nothing without a drafter.
           draft_block_len: 2.. up to what the drafter was trained for; None = that.
+          max_verify_nodes: Nodes of a tree, the anchor included; None = tree.NUM_NODES.
           acceptance: Rule of `accept.RULES` for drafts.
 
         Raises:
@@ -391,6 +394,13 @@ class LLM:
                 f"draft_block_len {draft_block_len} is out of range; allowed: 2..{trained} (the "
                 "length that the drafter was trained for)"
             )
+        rule = MATCH if drafter is None else acceptance
+        if max_verify_nodes is not None and (drafter is None or draft not in (TREE, AUTO)):
+            raise ConfigError(f"max_verify_nodes is of trees; allowed with draft {TREE} or {AUTO}")
+        # With other rules than MATCH, "auto" picks among chains.
+        if drafter is not None and (draft == TREE or (draft == AUTO and rule == MATCH)):
+            nodes = min(NUM_NODES, self.config.vocab_size)
+            max_verify_nodes = nodes if max_verify_nodes is None else max_verify_nodes
         requests = [job.request for job in jobs]
         longest = max(len(r.prompt_ids) + r.max_tokens for r in requests)
         capacity = -(-longest // LENGTH_BUCKET) * LENGTH_BUCKET
@@ -400,9 +410,9 @@ class LLM:
         mode = max({mode_for(r) for r in requests}, key=MODES.index)
         wanted = [job.logprobs for job in jobs if job.logprobs is not None]
         num_logprobs = max(wanted, default=None)
-        rule = MATCH if drafter is None else acceptance
         key = (
             (capacity, batch_size, mode, draft_block_len, rule, policy if drafter else None),
+            max_verify_nodes,
             (max_stop_ids, max_bias_ids, num_logprobs),
         )
         if key not in self._engines:
@@ -414,6 +424,7 @@ class LLM:
                 mode=mode,
                 draft_block_len=None if drafter is None else draft_block_len,
                 rule=rule,
+                max_verify_nodes=max_verify_nodes,
                 policy=policy,
                 max_stop_ids=max_stop_ids,
                 max_bias_ids=max_bias_ids,
@@ -431,6 +442,7 @@ class LLM:
         seed: int | Sequence[int] | None = None,
         draft: bool | str = CHAIN,
         draft_block_len: int | None = None,
+        max_verify_nodes: int | None = None,
         acceptance: str = MATCH,
         batch_size: int = 1,
         **fields: Any,
@@ -441,10 +453,12 @@ class LLM:
           prompts: One text, one list of token ids, or a list of either.
           params: How to decode; default SamplingParams().
           seed: Of every answer, or one seed per prompt (to sample a prompt several times).
-          draft: "chain" drafts full blocks if there is a drafter, "auto" as long ones as pay on
-            this device, "profile" as long ones as the accept length allows, "off" none; True and
-            False are "chain" and "off". The answers are the same, only faster or slower.
+          draft: "chain" drafts full blocks if there is a drafter, "tree" many continuations at
+            once, "auto" what pays on this device, "profile" as long blocks as the accept length
+            allows, "off" none; True and False are "chain" and "off". The answers are the same, only
+            faster or slower.
           draft_block_len: 2.. up to what the drafter was trained for; None = that.
+          max_verify_nodes: Nodes of a tree, the anchor included; None = 16.
           acceptance: "match", or "rejection" or "block" for drafts that are sampled themselves:
             the distribution of answers is the same, the answers of one seed are not.
           batch_size: Rows decoded at once.
@@ -478,6 +492,7 @@ class LLM:
             batch_size=min(batch_size, len(jobs)),
             draft=draft,
             draft_block_len=draft_block_len,
+            max_verify_nodes=max_verify_nodes,
             acceptance=acceptance,
         )
         done = dict(run_jobs(engine, jobs, self.tokenizer))

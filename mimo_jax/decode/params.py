@@ -10,9 +10,9 @@ import math
 from mimo_jax.config import ConfigError
 
 MAX_SEED = 2**31 - 1  # a seed is an int32 on the device
-# How the drafter is used: never; full blocks; blocks whose length the controller picks by measured
-# costs; the same by the accept lengths that a scene's profile asks for.
-DRAFTS = OFF, CHAIN, AUTO, PROFILE = ("off", "chain", "auto", "profile")
+# How the drafter is used: never; full blocks; trees; what the controller picks among these by
+# measured costs; blocks by the accept lengths that a scene's profile asks for.
+DRAFTS = OFF, CHAIN, TREE, AUTO, PROFILE = ("off", "chain", "tree", "auto", "profile")
 
 
 def _require(is_right: bool, name: str, value: object, allowed: str) -> None:

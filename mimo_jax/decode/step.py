@@ -33,7 +33,7 @@ from mimo_jax.decode.sampling import (
     target_logits,
 )
 from mimo_jax.layers.linear import psum_over
-from mimo_jax.layers.vocab import argmax_lowest, at_ids, first_id, from_all_devices, max_over
+from mimo_jax.layers.vocab import argmax_lowest, at_ids, first_id, log_total, top_over
 from mimo_jax.models.target import Target
 
 
@@ -185,6 +185,28 @@ class Draft(NamedTuple):
     probs: Float[Array, "b m v"] | None
 
 
+def block_logits(
+    target: Target,
+    drafter: BlockDrafter,
+    state: DecodeState,
+    draft_block_len: int,
+    most_active: Int[Array, "b"] | None,
+):
+    """(anchors [b], active_len [b], logits of the positions after them): one pass of the drafter.
+
+    Near the length limit a block shrinks to the tokens that may still be emitted.
+    """
+    anchor_pos = state.length - 1
+    anchors = jnp.take_along_axis(state.tokens, anchor_pos[:, None], axis=1)[:, 0]
+    active_len = jnp.clip(state.max_len - anchor_pos, 1, draft_block_len)
+    if most_active is not None:
+        active_len = jnp.minimum(active_len, most_active)
+    logits = drafter.draft_logits(
+        target, anchors, state.drafter_cache, anchor_pos, active_len, draft_block_len
+    )
+    return anchors, active_len, logits
+
+
 def draft(
     target: Target,
     drafter: BlockDrafter,
@@ -196,14 +218,7 @@ def draft(
     most_active: Int[Array, "b"] | None = None,
 ) -> Draft:
     """Proposes one block per row, by argmax or, for the rules that judge samples, by sampling."""
-    anchor_pos = state.length - 1
-    anchors = jnp.take_along_axis(state.tokens, anchor_pos[:, None], axis=1)[:, 0]
-    active_len = jnp.clip(state.max_len - anchor_pos, 1, draft_block_len)
-    if most_active is not None:
-        active_len = jnp.minimum(active_len, most_active)
-    logits = drafter.draft_logits(
-        target, anchors, state.drafter_cache, anchor_pos, active_len, draft_block_len
-    )
+    anchors, active_len, logits = block_logits(target, drafter, state, draft_block_len, most_active)
     if rule == accept.MATCH:
         ids, probs = argmax_lowest(logits, target.mesh_axis), None
     else:
@@ -211,21 +226,40 @@ def draft(
             missing = target.config.vocab_size - logits.shape[-1]
             pad = ((0, 0), (0, 0), (0, missing))
             logits = jnp.pad(logits, pad, constant_values=-jnp.inf)
-        slots = jnp.arange(1, draft_block_len, dtype=jnp.int32)[None, :]
-        positions = anchor_pos[:, None] + slots
+        slots = jnp.arange(draft_block_len - 1, dtype=jnp.int32)[None, :]
+        positions = state.length[:, None] + slots
         ids, probs = propose(logits, state.sampling, positions, mode, target.mesh_axis)
     return Draft(jnp.concatenate([anchors[:, None], ids], axis=1), active_len, probs)
 
 
-def adjusted(logits, state: DecodeState, drafts: Int[Array, "b m"], mode: str, mesh_axis):
-    """Logits [b, m1, v] with penalties and biases, each position seeing the drafts before it."""
+def adjusted(
+    logits: Float[Array, "b t v"],
+    state: DecodeState,
+    drafts: Int[Array, "b m"],
+    mode: str,
+    mesh_axis: str | None,
+    sees: Bool[Array, "b t m"] | None = None,
+) -> Float[Array, "b t v"]:
+    """Logits with penalties and biases, each position seeing the drafts before it.
+
+    Args:
+      logits: Raw, of the anchor and of each draft.
+      state: Says what was met before the anchor, the anchor included.
+      drafts: Tokens after the anchor.
+      mode: Sampling mode, of sampling.MODES.
+      mesh_axis: Over which the vocabulary is cut, or None.
+      sees: Which drafts stand at or before each position; None = each those up to its own.
+    """
     if mode != ADJUSTED:
         return logits
     assert state.seen is not None, "a program of this mode counts ids"
     v = logits.shape[-1]
     ids = first_id(v, mesh_axis) + jnp.arange(v, dtype=jnp.int32)
     is_draft = (drafts[:, :, None] == ids[None, None, :]).astype(jnp.int32)
-    before = jnp.pad(jnp.cumsum(is_draft, axis=1), ((0, 0), (1, 0), (0, 0)))
+    if sees is None:
+        before = jnp.pad(jnp.cumsum(is_draft, axis=1), ((0, 0), (1, 0), (0, 0)))
+    else:
+        before = sees.astype(jnp.int32) @ is_draft
     counts = state.seen.num_emitted[:, None, :] + before
     return adjust_logits(logits, state.sampling, counts, state.seen.is_in_prompt, mesh_axis)
 
@@ -234,20 +268,10 @@ def logprobs_of(
     logits: Float[Array, "b t v"], ids: Int[Array, "b t"], num_top: int, mesh_axis: str | None
 ) -> Logprobs:
     """Log probabilities of the given ids and of the num_top likeliest, from raw logits."""
-    top = max_over(logits.max(axis=-1), mesh_axis)[..., None]
-    total = psum_over(jnp.exp(logits - top).sum(axis=-1), mesh_axis)
-    log_total = (jnp.log(total) + top[..., 0])[..., None]
-    chosen = at_ids(logits, ids, mesh_axis) - log_total[..., 0]
-    values, top_ids = jax.lax.top_k(logits, num_top)
-    if mesh_axis is not None:
-        v = logits.shape[-1]
-        bits = jax.lax.bitcast_convert_type(values, jnp.int32)
-        pairs = from_all_devices(jnp.stack([bits, top_ids + first_id(v, mesh_axis)]), mesh_axis)
-        join = lambda x: jnp.moveaxis(x, 0, -2).reshape(*ids.shape, -1)  # lower devices first
-        values = jax.lax.bitcast_convert_type(join(pairs[:, 0]), jnp.float32)
-        values, order = jax.lax.top_k(values, num_top)
-        top_ids = jnp.take_along_axis(join(pairs[:, 1]), order, axis=-1)
-    return Logprobs(chosen, top_ids, values - log_total)
+    total = log_total(logits, mesh_axis)
+    top, top_ids = top_over(logits, num_top, mesh_axis)
+    chosen = at_ids(logits, ids, mesh_axis) - total
+    return Logprobs(chosen, top_ids, top - total[..., None])
 
 
 def speculative_step(
@@ -308,11 +332,12 @@ def speculative_step(
     assert out.cache is not None
     assert out.context_features is not None  # taps were asked for
     drafter_cache = drafter.inject_context(state.drafter_cache, out.context_features, start)
-    logprobs = _logprobs(out.logits, emitted, state, axis)
+    logprobs = noted_logprobs(out.logits, emitted, state, axis)
     return StepResult(emitted, num_accepted, active_len - 1, logprobs, out.cache, drafter_cache)
 
 
-def _logprobs(logits, emitted, state: DecodeState, mesh_axis) -> Logprobs | None:
+def noted_logprobs(logits, emitted, state: DecodeState, mesh_axis) -> Logprobs | None:
+    """What the state wants to know of the emitted tokens; None if it keeps no record."""
     if state.logprobs is None:
         return None
     return logprobs_of(logits, emitted, state.logprobs.top_ids.shape[-1], mesh_axis)
@@ -333,7 +358,7 @@ def plain_step(
     axis = target.mesh_axis
     logits = adjusted(out.logits, state, anchors[:, :0], mode, axis)
     emitted = sample(logits, state.sampling, state.length[:, None], mode, axis)
-    logprobs = _logprobs(out.logits, emitted, state, axis)
+    logprobs = noted_logprobs(out.logits, emitted, state, axis)
     none = jnp.zeros_like(start)
     result = StepResult(emitted, none, none, logprobs, out.cache, state.drafter_cache)
     return result, out.context_features

@@ -78,3 +78,15 @@ def draft_block_mask(
     if is_causal:
         seen &= (slots[None, :] <= slots[:, None])[None]
     return seen | jnp.eye(draft_block_len, dtype=bool)[None]
+
+
+def tree_mask(
+    depths: Int[Array, "b n"], sees: Bool[Array, "b n n"], window: int | None
+) -> Bool[Array, "b n n"]:
+    """Nodes of a draft tree that each node sees: its ancestors and itself, within the window.
+
+    Example: a window of 2 hides the root from nodes of depth 2.
+    """
+    if window is None:
+        return sees
+    return sees & (depths[:, :, None] - depths[:, None, :] < window)

@@ -70,6 +70,34 @@ def at_ids(
     return psum_over(jnp.where(is_here, found, jnp.zeros_like(found)), mesh_axis)
 
 
+def top_over(
+    logits: Float[Array, "*b v"], num_top: int, mesh_axis: str | None = None
+) -> tuple[Float[Array, "*b n"], Int[Array, "*b n"]]:
+    """The num_top largest over the whole vocabulary and their global ids, best first.
+
+    Ties: the lower id first.
+
+    Example: (1, 7, 7), two wanted -> (7, 7), ids (1, 2).
+    """
+    values, ids = jax.lax.top_k(logits, num_top)
+    if mesh_axis is None:
+        return values, ids
+    bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)
+    ids = ids + first_id(logits.shape[-1], mesh_axis)
+    pairs = from_all_devices(jnp.stack([bits, ids]), mesh_axis)
+    join = lambda x: jnp.moveaxis(x, 0, -2).reshape(*logits.shape[:-1], -1)  # lower devices first
+    values = jax.lax.bitcast_convert_type(join(pairs[:, 0]), jnp.float32)
+    values, order = jax.lax.top_k(values, num_top)
+    return values, jnp.take_along_axis(join(pairs[:, 1]), order, axis=-1)
+
+
+def log_total(logits: Float[Array, "*b v"], mesh_axis: str | None = None) -> Float[Array, "*b"]:
+    """Log of the sum of exp(logits) over the whole vocabulary. Example: (0, 0) -> 0.693."""
+    top = max_over(logits.max(axis=-1), mesh_axis)
+    total = psum_over(jnp.exp(logits - top[..., None]).sum(axis=-1), mesh_axis)
+    return jnp.log(total) + top
+
+
 def max_over(x: Float[Array, "*b"], mesh_axis: str | None) -> Float[Array, "*b"]:
     """The maximum over the devices of a mesh axis, by psum: pmax is another collective."""
     if mesh_axis is None:

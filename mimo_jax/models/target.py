@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mimo_jax import cache as kv
 from mimo_jax.config import TargetConfig
@@ -303,6 +303,50 @@ class Target(nnx.Module):
         )
         new_cache = kv.KVCache(tuple(layers), cache.ring_positions, cache.windows, cache.slack)
         return TargetOutput(self.unembed(hidden), features, new_cache)
+
+
+    def look(
+        self,
+        token_ids: Int[Array, "b n"],
+        cache: kv.KVCache,
+        start: Int[Array, "b"],
+        depths: Int[Array, "b n"],
+        sees: Bool[Array, "b n n"],
+        *,
+        tap_layer_ids: tuple[int, ...] = (),
+    ) -> tuple[TargetOutput, tuple[kv.LayerCache, ...]]:
+        """The nodes of a draft tree against the memory, which is not written.
+
+        Args:
+          token_ids: Of the nodes.
+          cache: Memory; positions at or past `start` are not read.
+          start: Position of the root.
+          depths: Position of each node after the root.
+          sees: [i, j]: node i sees node j.
+          tap_layer_ids: As in `__call__`.
+
+        Returns:
+          (output without a cache, per layer the keys and values of the nodes).
+        """
+        positions = start[:, None] + depths
+        memory_mask, tree_mask, nodes = {}, {}, []
+
+        def mix(layer_idx, queries, keys, values, sink):
+            window = self.config.layer_attention(layer_idx).window
+            if window not in tree_mask:
+                tree_mask[window] = masks.tree_mask(depths, sees, window)
+                old_pos = cache.key_positions(layer_idx)
+                old_pos = jnp.where(old_pos < start[:, None], old_pos, -1)
+                memory_mask[window] = masks.causal_mask(positions, old_pos, window)
+            nodes.append(kv.LayerCache(keys, values))
+            old = cache.layers[layer_idx]
+            memory = Stretch(old.keys, old.values, memory_mask[window])
+            return attend(queries, [memory, Stretch(keys, values, tree_mask[window])], sink=sink)
+
+        hidden, features, _, _ = run_layers(
+            self, self.embed(token_ids), positions, mix, tap_layer_ids
+        )
+        return TargetOutput(self.unembed(hidden), features, None), tuple(nodes)
 
 
 def mix_whole_rows(config: TargetConfig, segment_ids: Int[Array, "b t"]) -> Callable:

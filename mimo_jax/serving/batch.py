@@ -257,6 +257,7 @@ def _describe_run(
         "acceptance": engine.rule if engine else None,
         "step_s_by_block_len": _step_times(engine),
         "draft_block_len": engine.draft_block_len if engine else None,
+        "max_verify_nodes": engine.max_verify_nodes if engine else None,
         "batch_size": engine.batch_size if engine else None,
         "sampling_mode": engine.mode if engine else None,
         "max_tokens": options.max_tokens,
@@ -317,6 +318,7 @@ def run_batch(
             batch_size=min(options.batch_size, -(-len(jobs) // group.count)),
             draft=options.draft or CHAIN,
             draft_block_len=options.draft_block_len,
+            max_verify_nodes=options.max_verify_nodes,
             acceptance=options.acceptance,
         )
     done, pending = _split_finished(entries, finished)

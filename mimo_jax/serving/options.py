@@ -43,17 +43,19 @@ class BatchOptions:
     drafter: Annotated[Path | None, _optional("DIR", "CHECKPOINT/dflash if it exists")] = None
     """The drafter."""
     draft: Annotated[
-        Literal["off", "chain", "auto", "profile"] | None,
-        _optional("{off,chain,auto,profile}", "chain if there is a drafter"),
+        Literal["off", "chain", "tree", "auto", "profile"] | None,
+        _optional("{off,chain,tree,auto,profile}", "chain if there is a drafter"),
     ] = None
-    """chain: a full block per step; auto: as long a block as pays on this device, measured first;
-    profile: as long a block as the accept length of the scene allows; off: none. The answers are
-    the same."""
+    """chain: a full block per step; tree: many continuations at once; auto: what pays on this
+    device, measured first; profile: as long a block as the accept length of the scene allows; off:
+    none. The answers are the same."""
     acceptance: Literal["match", "rejection", "block"] = "match"
     """Rule for drafts. rejection and block sample the drafts too, which changes the answers of a
     seed but not their distribution."""
     draft_block_len: Annotated[int | None, _optional("INT", "what the drafter was made for")] = None
     """Tokens per draft block, the anchor included; at most the default."""
+    max_verify_nodes: Annotated[int | None, _optional("INT", "16")] = None
+    """Nodes of a draft tree, the anchor included."""
     max_tokens: int = 256
     """Most tokens per answer; the model's context may end an answer earlier."""
     temperature: float = 0.0

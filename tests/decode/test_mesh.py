@@ -52,6 +52,13 @@ MODES = {
     "block": (FILTERED, _FILTERS, True, {"rule": "block"}),
     "profile": (GREEDY, {}, True, {"policy": "profile"}),
     "costs": (GREEDY, {}, True, {"policy": "costs"}),
+    "tree": (
+        ADJUSTED,
+        _FILTERS | _PENALTIES,
+        True,
+        {"max_bias_ids": 8, "max_verify_nodes": 12, "num_logprobs": 2},
+    ),
+    "costs with a tree": (SAMPLED, {}, True, {"policy": "costs", "max_verify_nodes": 9}),
 }
 PROMPTS = ([1, 2, 3, 4, 5, 6], [7, 8, 9], [11] * 30)  # one prefill program
 
@@ -108,7 +115,7 @@ def one_device(models):
 def _cases():
     """Every mode on every mesh; by default those that differ most, and every mesh."""
     quick = {((2, 4), "profile"), ((4, 2), "filtered"), ((8, 1), "sampled")}
-    quick |= {((1, 8), name) for name in ("adjusted", "block")}
+    quick |= {((1, 8), name) for name in ("tree", "block")}
     for shape in SHAPES:
         for name in MODES:
             is_slow = (shape, name) not in quick
