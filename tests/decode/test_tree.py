@@ -5,6 +5,7 @@ Run: .venv/bin/python -m pytest tests/decode/test_tree.py
 Seen red: see tests/MUTATIONS.md.
 """
 
+import dataclasses
 import heapq
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from flax import nnx
 from mimo_jax.checkpoint.hf_drafter import load_drafter
 from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.config import ConfigError
+from mimo_jax.decode import controller
 from mimo_jax.decode import tree as trees
 from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.generate import generate_all
@@ -202,9 +204,10 @@ class _TwoGuesses(ScriptedDrafter):
         return 40.0 * jnp.roll(right, 1, axis=-1) + 39.9 * right
 
 
-def _scripted(mimo, kind):
+def _scripted(mimo, kind, mode=GREEDY, **fields):
     target, trained = mimo
-    (free,) = generate_all(Engine(target, max_len=160), [Request(PROMPT, 90)])
+    plain = Engine(target, max_len=160, mode=mode)
+    (free,) = generate_all(plain, [Request(PROMPT, 90, **fields)])
     script = np.asarray([*PROMPT, *free.token_ids, *[0] * 16])
     return target, Model(trained.config, *split(kind(trained.config, script))), free.token_ids
 
@@ -218,6 +221,38 @@ def test_a_second_choice_that_is_right_is_found(mimo):
     assert by_chain.token_ids == by_tree.token_ids == want
     assert set(by_chain.num_committed_per_step) == {1}
     assert np.mean(by_tree.num_committed_per_step) > 3
+
+
+def test_penalties_count_the_ancestors_of_a_node(mimo):
+    """Siblings and cousins are not said; deep paths that are accepted would show it."""
+    fields = {"frequency_penalty": -0.5, "temperature": 0.7, "seed": 3}  # what was said attracts
+    target, drafter, want = _scripted(mimo, _TwoGuesses, ADJUSTED, **fields)
+    options = {"max_len": 160, "mode": ADJUSTED, "max_verify_nodes": 15}
+    request = Request(PROMPT, 90, **fields)
+    (got,) = generate_all(Engine(target, drafter, **options), [request])
+    assert got.token_ids == want
+    assert np.mean(got.num_committed_per_step) > 3
+
+
+@pytest.mark.parametrize("num_trees", [12, 30])
+def test_the_path_reaches_the_memories(mimo, num_trees):
+    """Blocks after some trees accept what they accept right after a prompt of that text."""
+    target, drafter = mimo
+    engine = Engine(target, drafter, max_len=300, policy="costs", max_verify_nodes=12)
+    engine._costs = [1.0, 1.0, 1.0, 1.0]
+    state = engine.prefill(Request(PROMPT, 280))
+    for rung, count in ((3, num_trees), (2, 6)):
+        control = controller.forced(state.control, rung)
+        state = engine.run(dataclasses.replace(state, control=control), count)
+    committed, accepted = (
+        np.asarray(x)[0, : num_trees + 6]
+        for x in (state.committed_per_step, state.accepted_per_step)
+    )
+    assert committed[:num_trees].max() > 1
+    said = len(PROMPT) + 1 + committed[:num_trees].sum()
+    ids = np.asarray(state.tokens)[0, : said - 1].tolist()
+    (want,) = generate_all(Engine(target, drafter, max_len=300), [Request(ids, 60)])
+    assert accepted[num_trees:].tolist() == want.num_accepted_per_step[:6]
 
 
 @pytest.mark.parametrize(("tree_cost", "is_tree"), [(2.0, True), (30.0, False)])
