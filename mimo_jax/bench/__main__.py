@@ -136,6 +136,7 @@ def run_decode(arguments: Decode) -> int:
         columns = {
             "plain_s": ".2f",
             "chain_s": ".2f",
+            "tree_s": ".2f",
             "auto_s": ".2f",
             "auto_over_plain_time": ".3f",
             "best_fixed_over_auto": ".3f",
@@ -143,7 +144,7 @@ def run_decode(arguments: Decode) -> int:
         }
         rows = auto["scenes"] | {"mixed": auto["mixed"]}
         console.print(_table("Decode seconds of a job, greedy, batch 1", rows, columns))
-        console.print(f"Seconds of a step by block length: {auto['costs']}")
+        console.print(f"Seconds of a step by rung: {auto['costs']}")
     if "dense" in parts:
         results["dense"] = dense = bench.dense_costs()
         console.print(f"Dense 57.9M, float32, batch 1: {json.dumps(dense, indent=1)}")

@@ -24,12 +24,14 @@ from mimo_jax.checkpoint.hf_drafter import load_drafter
 from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.config import GLOBAL, AttentionConfig, DrafterConfig, TargetConfig
 from mimo_jax.decode import controller
+from mimo_jax.decode.costs import Learnt
 from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.generate import Completion, generate_all
 from mimo_jax.decode.placement import Model
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.sampling import GREEDY, SAMPLED
 from mimo_jax.decode.stats import AcceptStats, is_looping
+from mimo_jax.decode.tree import NUM_NODES
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import split
 from mimo_jax.models.target import Target
@@ -160,21 +162,26 @@ def speeds(
 def adaptive_jobs(
     target: Model, drafter: Model, requests: dict[str, list[Request]], *, max_len: int
 ) -> dict:
-    """Decode time of whole jobs: plain, full blocks, and blocks as long as pays ("auto").
+    """Decode time of whole jobs: plain, full blocks, trees, and what pays ("auto").
 
-    Every scene's job runs through the three engines, back and forth; then one job with the scenes
-    in turn, which only the controller can treat differently. Answers must be identical.
+    Every prompt is answered by all engines, one after the other, in an order that turns with each
+    prompt; what auto has learnt is carried from prompt to prompt. First every scene's job, then one
+    with the scenes in turn. Answers must be identical.
 
     Returns:
       {"scenes": {scene: times and ratios}, "mixed": the same of the mixed job, "costs": measured
-      seconds of a step by block length}; best_fixed of the mixed job is the sum over its scenes of
-      the better of plain and chain.
+      seconds of a step of each rung}; best_fixed of the mixed job is the sum over its scenes of the
+      best of the fixed choices for each.
     """
     engines = {
         "plain": Engine(target, max_len=max_len),
         "chain": Engine(target, drafter, max_len=max_len),
-        "auto": Engine(target, drafter, max_len=max_len, policy=controller.COSTS),
+        "tree": Engine(target, drafter, max_len=max_len, max_verify_nodes=NUM_NODES),
+        "auto": Engine(
+            target, drafter, max_len=max_len, policy=controller.COSTS, max_verify_nodes=NUM_NODES
+        ),
     }
+    fixed = [name for name in engines if name != "auto"]
     jobs = {
         scene: [dataclasses.replace(r, scene=scene) for r in scene_requests]
         for scene, scene_requests in requests.items()
@@ -186,17 +193,21 @@ def adaptive_jobs(
         generate_all(engine, next(iter(jobs.values()))[:1])
 
     def run(job: list[Request]) -> tuple[dict[str, list[float]], bool]:
-        """Seconds of each answer's decoding, the better of two runs, and whether texts agree."""
-        seconds: dict[str, list[float]] = {}
-        ids = {}
-        for names in (list(engines), list(engines)[::-1]):
-            for name in names:
-                done = generate_all(engines[name], job, steps_per_group=256)
-                times = [c.decode_s for c in done]
-                if name not in seconds or sum(times) < sum(seconds[name]):
-                    seconds[name] = times
-                ids[name] = [c.token_ids for c in done]
-        return seconds, ids["plain"] == ids["chain"] == ids["auto"]
+        """Seconds of each answer's decoding by engine, and whether texts agree."""
+        seconds: dict[str, list[float]] = {name: [] for name in engines}
+        learnt = {name: Learnt() for name in engines}
+        identical = True
+        for turn, request in enumerate(job):
+            order = [list(engines)[(turn + i) % len(engines)] for i in range(len(engines))]
+            ids = []
+            for name in order:
+                (done,) = generate_all(
+                    engines[name], [request], learnt=learnt[name], steps_per_group=256
+                )
+                seconds[name].append(done.decode_s)
+                ids.append(done.token_ids)
+            identical &= all(one == ids[0] for one in ids)
+        return seconds, identical
 
     def row(seconds: dict[str, list[float]], best_fixed: float, identical: bool) -> dict:
         total = {name: sum(times) for name, times in seconds.items()}
@@ -209,15 +220,15 @@ def adaptive_jobs(
     scenes = {}
     for scene, job in jobs.items():
         seconds, identical = run(job)
-        best = min(sum(seconds["plain"]), sum(seconds["chain"]))
-        scenes[scene] = row(seconds, best, identical)
+        scenes[scene] = row(seconds, min(sum(seconds[name]) for name in fixed), identical)
     mixed = [r for together in zip(*jobs.values(), strict=False) for r in together]
     seconds, identical = run(mixed)
     best = 0.0
     for scene in jobs:
         own = [i for i, r in enumerate(mixed) if r.scene == scene]
-        best += min(sum(seconds[name][i] for i in own) for name in ("plain", "chain"))
-    costs = dict(zip(engines["auto"].lengths, engines["auto"].costs(), strict=True))
+        best += min(sum(seconds[name][i] for i in own) for name in fixed)
+    auto = engines["auto"]
+    costs = dict(zip(auto.rung_names, auto.costs or auto.nominal_costs, strict=True))
     return {"scenes": scenes, "mixed": row(seconds, best, identical), "costs": costs}
 
 

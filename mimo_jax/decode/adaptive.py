@@ -80,6 +80,7 @@ def run_adaptive_steps(
     drafter: BlockDrafter,
     state: DecodeState,
     num_steps: Int[Array, ""],
+    held: Int[Array, ""],
     *,
     mode: str,
     draft_block_len: int,
@@ -95,6 +96,7 @@ def run_adaptive_steps(
       drafter: Merged drafter.
       state: Has control and pending; donated by the caller.
       num_steps: int32 scalar.
+      held: int32 scalar, the rung to take whatever the controller says; -1 = what it picks.
       mode: Sampling mode, of sampling.MODES.
       draft_block_len: Slots of a full block.
       rule: Acceptance rule, of accept.RULES.
@@ -110,6 +112,7 @@ def run_adaptive_steps(
         assert state.control is not None, "an adaptive state has a controller"
         is_running = ~state.is_done
         control, rung = controller.choose(state.control, is_running, lengths, policy, row_axis)
+        rung = jnp.where(held < 0, rung, held)
         width = controller.highest(jnp.where(is_running, rung, 0), row_axis)
         return dataclasses.replace(state, control=control), rung, width
 

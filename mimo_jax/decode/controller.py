@@ -13,12 +13,11 @@ blocks teach something about full ones.
 
 A rung is left only for one that is 5% better (costs) or by 0.3 tokens (profile): without this the
 estimate's noise makes it flutter. Below the top rung a burst of full blocks probes now and then,
-as often as 2% of the time allow. The state may be carried to a job's next prompt of the same scene.
+as often as 1% of the time allows. The state may be carried to the next prompt of the same scene.
 """
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -41,7 +40,7 @@ _RATE = 1 / 16  # of the running estimate, once it has seen 12 blocks
 _BETTER = 1.05
 _MARGIN = 0.3
 _BURST_LEN = 4  # full blocks per probe: one alone says little
-_PROBE_SHARE = 0.02
+_PROBE_SHARE = 0.01
 _MIN_PROBE_EVERY, _MAX_PROBE_EVERY = 32, 4096
 _PROFILE_PROBE_EVERY = 64
 _PRIOR = 0.8  # acceptance rate of a position that was never tried
@@ -224,18 +223,3 @@ def carried(control: Control, earlier: Control | None) -> Control:
     if earlier is None:
         return control
     return earlier._replace(costs=control.costs, thresholds=control.thresholds)
-
-
-def forced(control: Control, rung: int) -> Control:
-    """A control that takes one rung whatever happens: to measure its cost."""
-    r = control.costs.shape[1]
-    costs = jnp.where(jnp.arange(r) == rung, 1.0, 1e9)
-    never = jnp.full_like(control.since_probe, 0)
-    return jax.tree.map(
-        jnp.asarray,
-        control._replace(
-            costs=jnp.broadcast_to(costs, control.costs.shape),
-            rung=jnp.full_like(control.rung, rung),
-            since_probe=never,
-        ),
-    )

@@ -170,7 +170,7 @@ class Engine:
             raise ConfigError(f"policy {policy!r} is unknown; allowed: {allowed}")
         self.policy = None if drafter is None else policy
         self.lengths = controller.ladder(self.draft_block_len, self.max_verify_nodes is not None)
-        self._costs = None
+        self.costs: list[float] | None = None  # of a step of each rung; see costs.py
         self._controls: dict[tuple, controller.Control] = {}  # fresh ones, by scene and costs
         self.rule, self.max_bias_ids, self.num_logprobs = rule, max_bias_ids, num_logprobs
         self.max_len = max_len
@@ -354,7 +354,7 @@ class Engine:
         """The controller's state of a fresh row, or None where block lengths are fixed."""
         if self.policy is None:
             return None
-        costs = self.costs() if self.policy == controller.COSTS else self.lengths
+        costs = self.costs or self.nominal_costs
         key = (request.scene, *costs)  # kept: made anew they are a dozen dispatches per request
         if key not in self._controls:
             has_tree = self.max_verify_nodes is not None
@@ -362,17 +362,19 @@ class Engine:
             self._controls[key] = fresh._replace(costs=jnp.asarray([costs], jnp.float32))
         return controller.carried(self._controls[key], earlier)
 
-    def costs(self) -> list[float]:
-        """Seconds of a step of each rung on this device, measured once.
+    @property
+    def rung_names(self) -> tuple[str, ...]:
+        """Of the rungs of the controller. Example: ("1", "4", "8", "tree of 16")."""
+        if self.max_verify_nodes is None:
+            return tuple(map(str, self.lengths))
+        return (*map(str, self.lengths[:-1]), f"tree of {self.max_verify_nodes}")
 
-        Where the engine's rows are too short to measure, a step's cost is its length.
-        """
-        if self._costs is None:
-            self._costs = [float(length) for length in self.lengths]  # also while measuring
-            if self.max_verify_nodes is not None:
-                self._costs[-1] = float(self.max_verify_nodes)
-            self._costs = measure_costs(self) or self._costs
-        return self._costs
+    @property
+    def nominal_costs(self) -> list[float]:
+        """Costs of the rungs before anything was measured: tokens that the target reads."""
+        nodes = [] if self.max_verify_nodes is None else [float(self.max_verify_nodes)]
+        chains = self.lengths[: len(self.lengths) - len(nodes)]
+        return [*map(float, chains), *nodes]
 
     def check(self, request: Request) -> None:
         """Raises ConfigError with one line if the request cannot be served by this engine."""
@@ -477,19 +479,25 @@ class Engine:
         return jax.device_put(rows_tree, place)
 
     def steps_program(self, state: DecodeState):
-        """Jitted (params, state, num_steps) -> state for states of this structure."""
+        """Jitted (params, state, num_steps) -> state for states of this structure.
+
+        With a policy there is a fourth argument: the rung to hold, -1 = what the controller picks.
+        """
 
         has_more_rows = rows_per_device(self.batch_size, self.mesh) < self.batch_size
 
-        def group(params, state, num_steps):
+        def group(params, state, num_steps, *held):
             target, drafter = self._merge(params)
-            return self._loop(target, drafter, state, num_steps, DATA if has_more_rows else None)
+            row_axis = DATA if has_more_rows else None
+            return self._loop(target, drafter, state, num_steps, row_axis, *held)
 
         specs = self._state_specs(state, ROWS)
-        in_specs = (self._param_specs(), specs, DECODE.spec(()))
+        in_specs = (self._param_specs(), specs, *[DECODE.spec(())] * (2 if self.policy else 1))
         return program(group, self.mesh, in_specs, specs, donate=(1,))
 
-    def _loop(self, target, drafter, state: DecodeState, num_steps, row_axis: str | None):
+    def _loop(
+        self, target, drafter, state: DecodeState, num_steps, row_axis: str | None, *held
+    ):
         """The loop that this engine compiles."""
         options: dict[str, Any] = {"mode": self.mode}
         if drafter is not None:
@@ -497,7 +505,7 @@ class Engine:
         if self.policy is not None and drafter is not None:
             options |= {"policy": self.policy, "row_axis": row_axis}
             options["max_verify_nodes"] = self.max_verify_nodes
-            return adaptive.run_adaptive_steps(target, drafter, state, num_steps, **options)
+            return adaptive.run_adaptive_steps(target, drafter, state, num_steps, *held, **options)
         if drafter is None:
             step = lambda state: plain_step(target, state, **options)[0]
         elif self.max_verify_nodes is not None:
@@ -510,43 +518,23 @@ class Engine:
         return run_steps(step, state, num_steps, mesh_axis=axis, row_axis=row_axis)
 
     def group_program(self, state: DecodeState):
-        """The compiled step group, for inspection: (params, state, num_steps) -> state."""
-        args = (self._params, state, np.int32(1))
+        """The compiled step group, for inspection; arguments as of `steps_program`."""
+        args = (self._params, state, np.int32(1), *self._held(None))
         return self._program("group", lambda: self.steps_program(state), *args)
 
-    def run(self, state: DecodeState, num_steps: int) -> DecodeState:
-        """Up to num_steps decode steps in one dispatch; the old state is consumed."""
-        return self.group_program(state)(self._params, state, np.int32(num_steps))
+    def run(self, state: DecodeState, num_steps: int, held: int | None = None) -> DecodeState:
+        """Up to num_steps decode steps in one dispatch; the old state is consumed.
 
+        Args:
+          state: Of this engine.
+          num_steps: At most so many steps.
+          held: Rung to take in every step, for engines with a policy; None = the controller picks.
+        """
+        args = (self._params, state, np.int32(num_steps), *self._held(held))
+        return self.group_program(state)(*args)
 
-def measure_costs(engine: Engine, num_steps: int = 24, rounds: int = 7) -> list[float] | None:
-    """Seconds of a step of each rung of an adaptive engine; None if its rows are too short.
-
-    The rungs take turns, and the medians count: what neighbours do to the shared cache lasts longer
-    than one measurement.
-    """
-    room = engine.max_len - 2
-    num_steps = min(num_steps, room // engine.draft_block_len)
-    if num_steps < 4:
-        return None
-
-    def seconds(rung: int) -> float:
-        row = engine.prefill(Request((0,), room))
-        state = row if engine.batch_size == 1 else engine.empty_state(row)
-        for slot in range(engine.batch_size if engine.batch_size > 1 else 0):
-            state = engine.insert(state, row, slot)
-        assert state.control is not None, "an engine with a policy has a controller"
-        control = engine.place_rows(controller.forced(state.control, rung))
-        state = dataclasses.replace(state, control=control)
-        engine.group_program(state)
-        with Stopwatch() as watch:
-            state = engine.run(state, num_steps)
-            watch.wait_for(state.length)
-        return watch.elapsed_s / num_steps
-
-    rungs = range(len(engine.lengths))
-    times = [[seconds(rung) for rung in rungs] for _ in range(rounds + 1)]
-    return np.median(times[1:], axis=0).tolist()  # the first warms up
+    def _held(self, rung: int | None) -> tuple[np.int32, ...]:
+        return () if self.policy is None else (np.int32(-1 if rung is None else rung),)
 
 
 def _start_state(

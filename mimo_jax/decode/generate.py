@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from mimo_jax.decode import accept
-from mimo_jax.decode.controller import Control
+from mimo_jax.decode.controller import COSTS
+from mimo_jax.decode.costs import Learnt, measure
 from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.step import DecodeState
@@ -63,6 +64,7 @@ def generate(
     engine: Engine,
     requests: Iterable[Request],
     *,
+    learnt: Learnt | None = None,
     steps_per_group: int = 64,
     on_tokens: Callable[[int, list[int]], bool | None] | None = None,
 ) -> Iterator[tuple[int, Completion]]:
@@ -74,6 +76,8 @@ def generate(
     Args:
       engine: Compiled for a batch shape that fits every request.
       requests: Consumed lazily.
+      learnt: What the controller knows: read and added to, so that a caller may keep it for the
+        next job; None = nothing.
       steps_per_group: Steps per dispatch: small for streaming, large for throughput.
       on_tokens: Called with (index, new token ids) after each group, for streaming; a row for
         which it returns True ends there.
@@ -82,7 +86,9 @@ def generate(
       In order of completion; `index` counts requests from 0.
     """
     queue = enumerate(requests)
-    learnt: dict[str | None, Control] = {}  # what the controller knows, by scene
+    learnt = Learnt() if learnt is None else learnt
+    if engine.policy == COSTS and engine.costs is None:
+        measure(engine)
     rows: list[_Row | None] = [None] * engine.batch_size
     state = None
     exhausted = False
@@ -96,7 +102,7 @@ def generate(
                 index, request = item
                 compile_before = engine.compile_s
                 with Stopwatch() as watch:
-                    row_state = engine.prefill(request, learnt.get(request.scene))
+                    row_state = engine.prefill(request, learnt.controls.get(request.scene))
                     watch.wait_for(row_state.length)
                 ttft_s = watch.elapsed_s - (engine.compile_s - compile_before)
                 if state is None and engine.batch_size > 1:
@@ -108,7 +114,11 @@ def generate(
                 )
         if state is None or all(row is None for row in rows):
             return
-        state = engine.run(state, steps_per_group)
+        with Stopwatch() as watch:
+            state = engine.run(state, steps_per_group)
+            watch.wait_for(state.length)
+        if engine.policy == COSTS:
+            state = learnt.trial(engine, state, watch.elapsed_s)
         finish, length = np.asarray(state.finish), np.asarray(state.length)
         finished = [i for i, row in enumerate(rows) if row is not None and finish[i]]
         if not finished and on_tokens is None:
@@ -131,7 +141,7 @@ def generate(
             decode_s = row.watch.elapsed_s - (engine.compile_s - row.compile_before_s)
             if host.control is not None:
                 row_of = lambda x, slot=slot: x[slot : slot + 1]
-                learnt[row.request.scene] = jax.tree.map(row_of, host.control)
+                learnt.controls[row.request.scene] = jax.tree.map(row_of, host.control)
             yield row.index, host.completion(slot, row.request, row.ttft_s, decode_s)
             rows[slot] = None
 

@@ -268,11 +268,11 @@ def _describe_run(
     }
 
 
-def _step_times(engine: Engine | None) -> dict[int, float] | None:
+def _step_times(engine: Engine | None) -> dict[str, float] | None:
     """Measured seconds of a step of each block length, where the job went by them."""
-    if engine is None or engine.policy != controller.COSTS:
+    if engine is None or engine.policy != controller.COSTS or engine.costs is None:
         return None
-    return dict(zip(engine.lengths, engine.costs(), strict=True))
+    return dict(zip(engine.rung_names, engine.costs, strict=True))
 
 
 def run_batch(

@@ -6,8 +6,6 @@ Seen red: features of a plain step kept one slot late, a flush that starts at th
 that changes the lasting rung, a finished row that votes.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ import pytest
 from mimo_jax.checkpoint.hf_drafter import load_drafter
 from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.config import SCENES, ConfigError
-from mimo_jax.decode import controller
+from mimo_jax.decode import controller, costs
 from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.generate import generate_all
 from mimo_jax.decode.placement import Model
@@ -97,10 +95,10 @@ def test_profile_rows_stand_alone_and_do_not_flutter():
 
 
 def test_a_probe_is_a_burst_of_four_and_changes_nothing_lasting():
-    """Plain at cost 1, full at 3 with 1 token: (3 - 1) * 4 / .02 = 400 steps between probes."""
+    """Plain at cost 1, full at 3 with 1 token: (3 - 1) * 4 / .01 = 800 steps between probes."""
     control = _control(1, [0.0] * 7, (1, 2, 3), rung=[0])
     rungs = []
-    for _ in range(810):
+    for _ in range(1610):
         control, rung = controller.choose(control, _running(True), LENGTHS, "costs")
         rungs.append(int(rung[0]))
         assert int(control.rung[0]) == 0
@@ -108,7 +106,7 @@ def test_a_probe_is_a_burst_of_four_and_changes_nothing_lasting():
         zero = jnp.zeros((1,), jnp.int32)
         control = controller.observe(control, rung, zero, offered, _running(True), 2)
     bursts = np.flatnonzero(rungs)
-    assert bursts.tolist() == [400, 401, 402, 403, 804, 805, 806, 807]
+    assert bursts.tolist() == [800, 801, 802, 803, 1604, 1605, 1606, 1607]
 
 
 def test_the_estimate_follows_the_text():
@@ -151,7 +149,7 @@ def test_it_drafts_where_that_pays(mimo, is_right, rung):
     drafter = ScriptedDrafter(trained.config, script, is_right=is_right)
     model = Model(trained.config, *split(drafter))
     engine = Engine(target, model, max_len=160, policy="costs")
-    engine._costs = [1.0, 2.0, 3.0]
+    engine.costs = [1.0, 2.0, 3.0]
     first, second = generate_all(engine, [Request(PROMPT, 120, scene="math")] * 2)
     assert first.token_ids == second.token_ids == free.token_ids
     offered = np.asarray(second.num_offered_per_step)
@@ -168,11 +166,10 @@ def test_features_kept_aside_reach_the_drafter(mimo, num_plain):
     """A block after some plain steps accepts what it accepts right after a prompt of that text."""
     target, drafter = mimo
     engine = Engine(target, drafter, max_len=300, policy="costs")
-    engine._costs = [1.0, 1.0, 1.0]
+    engine.costs = [1.0, 1.0, 1.0]
     state = engine.prefill(Request(PROMPT, 280))
     for rung, count in ((0, num_plain), (2, 4)):
-        control = controller.forced(state.control, rung)
-        state = engine.run(dataclasses.replace(state, control=control), count)
+        state = engine.run(state, count, held=rung)
     accepted = np.asarray(state.accepted_per_step)[0, num_plain : num_plain + 4].tolist()
     ids = np.asarray(state.tokens)[0, : len(PROMPT) + num_plain].tolist()
     fixed = Engine(target, drafter, max_len=300)
@@ -183,3 +180,30 @@ def test_features_kept_aside_reach_the_drafter(mimo, num_plain):
 def test_an_unknown_policy_is_one_line(mimo):
     with pytest.raises(ConfigError, match="policy 'best' is unknown; allowed: costs, profile"):
         Engine(*mimo, max_len=64, policy="best")
+
+
+def test_a_trial_moves_the_others_cost():
+    assert costs.followed([1.0, 2.0, 5.0], 0, 1, 4.0) == pytest.approx([1.0, 2.0 * 2**0.3, 5.0])
+    assert costs.followed([2.0, 3.0], 1, 0, 0.5) == pytest.approx([2.0 * 0.75**0.3, 3.0])
+    assert costs.followed([1.0, 1.0], 0, 1, 90.0) == pytest.approx([1.0, 2**0.3])  # an outlier
+
+
+def test_costs_follow_while_a_job_runs(mimo, monkeypatch):
+    """Blocks are said to be dear; trials find them cheap, and text stays as it was."""
+    target, drafter = mimo
+    requests = [Request(PROMPT, 250, scene="math")] * 3
+    (want,) = generate_all(Engine(target, max_len=300), requests[:1])
+    engine = Engine(target, drafter, max_len=300, policy="costs")
+    engine.costs = [1.0, 9.0, 12.0]
+    seconds = {0: 1.0, 1: 3.0, 2: 6.0}
+    timed = costs._timed
+
+    def with_known_clock(engine, state, num_steps, rung):
+        return timed(engine, state, num_steps, rung)[0], seconds[rung]
+
+    monkeypatch.setattr(costs, "_timed", with_known_clock)
+    monkeypatch.setattr(costs, "_TRIAL_SHARE", 1e9)  # after every group
+    got = generate_all(engine, requests, steps_per_group=16)
+    assert [c.token_ids for c in got] == [want.token_ids] * 3
+    assert engine.costs[1] / engine.costs[0] == pytest.approx(3.0, rel=0.3)
+    assert engine.costs[2] / engine.costs[0] == pytest.approx(6.0, rel=0.3)

@@ -5,7 +5,6 @@ Run: .venv/bin/python -m pytest tests/decode/test_tree.py
 Seen red: see tests/MUTATIONS.md.
 """
 
-import dataclasses
 import heapq
 
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from flax import nnx
 from mimo_jax.checkpoint.hf_drafter import load_drafter
 from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.config import ConfigError
-from mimo_jax.decode import controller
 from mimo_jax.decode import tree as trees
 from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.generate import generate_all
@@ -185,7 +183,7 @@ def test_text_is_that_of_plain_decoding(mimo, mode, batch_size, num_nodes, polic
         target, drafter, batch_size=batch_size, max_verify_nodes=num_nodes, policy=policy, **options
     )
     if policy is not None:
-        engine._costs = [1.0, 1.0, 1.0, 1.0]
+        engine.costs = [1.0, 1.0, 1.0, 1.0]
     got = generate_all(engine, requests, steps_per_group=5)
     assert [c.token_ids for c in got] == [c.token_ids for c in plain]
     for ours, theirs in zip(got, plain, strict=True):
@@ -239,11 +237,10 @@ def test_the_path_reaches_the_memories(mimo, num_trees):
     """Blocks after some trees accept what they accept right after a prompt of that text."""
     target, drafter = mimo
     engine = Engine(target, drafter, max_len=300, policy="costs", max_verify_nodes=12)
-    engine._costs = [1.0, 1.0, 1.0, 1.0]
+    engine.costs = [1.0, 1.0, 1.0, 1.0]
     state = engine.prefill(Request(PROMPT, 280))
     for rung, count in ((3, num_trees), (2, 6)):
-        control = controller.forced(state.control, rung)
-        state = engine.run(dataclasses.replace(state, control=control), count)
+        state = engine.run(state, count, held=rung)
     committed, accepted = (
         np.asarray(x)[0, : num_trees + 6]
         for x in (state.committed_per_step, state.accepted_per_step)
@@ -259,7 +256,7 @@ def test_the_path_reaches_the_memories(mimo, num_trees):
 def test_auto_takes_a_tree_only_where_it_is_faster(mimo, tree_cost, is_tree):
     target, drafter, want = _scripted(mimo, _TwoGuesses)
     engine = Engine(target, drafter, max_len=160, max_verify_nodes=15, policy="costs")
-    engine._costs = [1.0, 1.5, 2.0, tree_cost]
+    engine.costs = [1.0, 1.5, 2.0, tree_cost]
     requests = [Request(PROMPT, 90, scene="math")] * 2
     first, second = generate_all(engine, requests)
     assert first.token_ids == second.token_ids == want
