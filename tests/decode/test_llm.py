@@ -9,7 +9,7 @@ import pytest
 import mimo_jax
 from mimo_jax import LLM, ConfigError, SamplingParams
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError
-from mimo_jax.decode.llm import read_stop_ids, read_tokenizer
+from mimo_jax.decode.loading import read_stop_ids, read_tokenizer
 from mimo_jax.models.params import flatten
 from tests.golden.files import arrays
 from tests.serving.checkpoints import DRAFTER, END_ID, TARGET, make_text_checkpoint
