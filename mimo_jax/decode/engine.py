@@ -8,7 +8,7 @@ files. Compile time is measured apart from run time.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -170,7 +170,8 @@ class Engine:
         return None if self.mesh is None else MODEL
 
     @property
-    def _params(self):
+    def params(self):
+        """What every program takes first: parameters of the target, and of the drafter or None."""
         return self.target.params, None if self.drafter is None else self.drafter.params
 
     def _merge(self, params):
@@ -199,7 +200,7 @@ class Engine:
         if self.mesh is None:
             return None, None
         target_cache, drafter_cache = jax.eval_shape(
-            lambda params: self._empty_row(*self._merge(params)), self._params
+            lambda params: self._empty_row(*self._merge(params)), self.params
         )
         target_cache = cache_specs(target_cache, rows)
         if drafter_cache is not None and self.drafter is not None:
@@ -270,7 +271,7 @@ class Engine:
         Example: read([5, 8, 3], after=read([5, 8])) is read([5, 8, 3]), up to rounding.
         """
         ids, begin = np.asarray(prompt_ids, np.int32), 0
-        logits, caches = None, (None, None)
+        logits, caches = None, cast(Any, (None, None))  # made by the first chunk
         if after is not None:
             begin, caches = after.num_tokens, after.caches
         for start in range(begin, len(ids), PROMPT_CHUNK):
@@ -279,7 +280,7 @@ class Engine:
             bucket = min(prompt_bucket(len(chunk)), room)
             padded = np.zeros((1, bucket), np.int32)
             padded[0, : len(chunk)] = chunk
-            args = (self._params, padded, caches, one_row(start), one_row(len(chunk)))
+            args = (self.params, padded, caches, one_row(start), one_row(len(chunk)))
             is_first = start == 0
             prefill = self._program(
                 ("prefill", bucket, is_first),
@@ -422,7 +423,7 @@ class Engine:
         make_caches = lambda params: self._empty_row(*self._merge(params))
         caches = jax.eval_shape(
             program(make_caches, self.mesh, (self._param_specs(),), self._cache_specs(ONE_ROW)),
-            self._params,
+            self.params,
         )
         one: Any = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct((1, *s), dtype)
         v, is_in_prompt = self.target.config.vocab_size, None
@@ -511,12 +512,12 @@ class Engine:
 
     def group_program(self, state: DecodeState):
         """The compiled step group, for inspection: (params, state, num_steps) -> state."""
-        args = (self._params, state, np.int32(1))
+        args = (self.params, state, np.int32(1))
         return self._program("group", lambda: self.steps_program(state), *args)
 
     def run(self, state: DecodeState, num_steps: int) -> DecodeState:
         """Up to num_steps decode steps in one dispatch; the old state is consumed."""
-        return self.group_program(state)(self._params, state, np.int32(num_steps))
+        return self.group_program(state)(self.params, state, np.int32(num_steps))
 
 
 def measure_costs(engine: Engine, num_steps: int = 24, rounds: int = 7) -> list[float] | None:

@@ -13,6 +13,7 @@ import numpy as np
 from mimo_jax.decode import accept
 from mimo_jax.decode.controller import Control
 from mimo_jax.decode.engine import Engine
+from mimo_jax.decode.prefix import PromptReader
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.step import DecodeState
 from mimo_jax.timing import Stopwatch
@@ -63,6 +64,7 @@ def generate(
     engine: Engine,
     requests: Iterable[Request],
     *,
+    reader: PromptReader | None = None,
     steps_per_group: int = 64,
     on_tokens: Callable[[int, list[int]], bool | None] | None = None,
 ) -> Iterator[tuple[int, Completion]]:
@@ -74,6 +76,7 @@ def generate(
     Args:
       engine: Compiled for a batch shape that fits every request.
       requests: Consumed lazily.
+      reader: Of their prompts, in this order: reads what they share once. None reads each alone.
       steps_per_group: Steps per dispatch: small for streaming, large for throughput.
       on_tokens: Called with (index, new token ids) after each group, for streaming; a row for
         which it returns True ends there.
@@ -96,7 +99,9 @@ def generate(
                 index, request = item
                 compile_before = engine.compile_s
                 with Stopwatch() as watch:
-                    row_state = engine.prefill(request, learnt.get(request.scene))
+                    engine.check(request)
+                    memory = reader.read(index) if reader else engine.read(request.prompt_ids)
+                    row_state = engine.start(request, memory, learnt.get(request.scene))
                     watch.wait_for(row_state.length)
                 ttft_s = watch.elapsed_s - (engine.compile_s - compile_before)
                 if state is None and engine.batch_size > 1:

@@ -16,6 +16,7 @@ product of one row; plain decoding then is many times slower than in float32. Us
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -27,14 +28,30 @@ from mimo_jax.checkpoint.safetensors_reader import nearest
 from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
 from mimo_jax.decode import controller
 from mimo_jax.decode.accept import MATCH
+from mimo_jax.decode.best_of_n import (
+    Extract,
+    Rank,
+    candidates_of,
+    check_rank,
+    choose,
+    run_candidates,
+)
 from mimo_jax.decode.engine import (
     LENGTH_BUCKET,
     Engine,
     lay_out_for_decode,
 )
-from mimo_jax.decode.jobs import Job, Output, run_jobs, stream_job
+from mimo_jax.decode.jobs import Job, Output, share_prefixes, stream_job
 from mimo_jax.decode.loading import load_checkpoint
-from mimo_jax.decode.params import AUTO, CHAIN, DRAFTS, OFF, PROFILE, SamplingParams
+from mimo_jax.decode.params import (
+    AUTO,
+    CHAIN,
+    DRAFTS,
+    LOGPROB,
+    OFF,
+    PROFILE,
+    SamplingParams,
+)
 from mimo_jax.decode.placement import Model
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.sampling import MODES, mode_for
@@ -355,10 +372,14 @@ class LLM:
         draft: bool | str = CHAIN,
         draft_block_len: int | None = None,
         acceptance: str = MATCH,
-        batch_size: int = 1,
+        batch_size: int | None = None,
+        rank: Rank = LOGPROB,
+        extract: Extract | None = None,
         **fields: Any,
     ) -> list[Output]:
         """Answers prompts, in their order.
+
+        What prompts begin with in common is read once.
 
         Args:
           prompts: One text, one list of token ids, or a list of either.
@@ -370,16 +391,22 @@ class LLM:
           draft_block_len: 2.. up to what the drafter was trained for; None = that.
           acceptance: "match", or "rejection" or "block" for drafts that are sampled themselves:
             the distribution of answers is the same, the answers of one seed are not.
-          batch_size: Rows decoded at once.
+          batch_size: Rows decoded at once; default as many as a prompt has candidates.
+          rank: Where a prompt has several candidates (n, best_of): "logprob", "majority", or a
+            function that gives an Output a number, higher is better; see `best_of_n`.
+          extract: For majority, the function that finds the answer in a text, None = there is none;
+            default: the last number.
           **fields: Fields of SamplingParams, in place of those of params.
 
         Returns:
-          One Output per prompt, also for a single one.
+          One Output per prompt, also for a single one; with n above 1 the best, which has the
+          others as its `alternatives`.
 
         Raises:
           ConfigError: In one line, if a prompt or an argument cannot be served.
 
-        Example: `llm.generate(["1+1=", "2+2="], max_tokens=4)[1].text`
+        Example: `llm.generate(["1+1=", "2+2="], max_tokens=4)[1].text`; the answer that most of
+          eight agree on: `llm.generate("6*7=", best_of=8, rank="majority", temperature=0.8)`.
         """
         is_ids = lambda p: len(p) > 0 and isinstance(p[0], (int, np.integer))
         is_one = isinstance(prompts, str) or is_ids(prompts)
@@ -392,19 +419,27 @@ class LLM:
         seeds = [seed] * len(many) if isinstance(seed, int) else list(seed)
         if len(seeds) != len(many):
             raise ConfigError(f"{len(seeds)} seeds for {len(many)} prompts; give one, or one each")
+        check_rank(rank, extract, self.tokenizer)
+        num_candidates = params.num_candidates
         jobs = [
             self.make_job(self.encode(prompt), dataclasses.replace(params, seed=s))
             for prompt, s in zip(many, seeds, strict=True)
         ]
+        jobs = share_prefixes([c for job in jobs for c in candidates_of(job, num_candidates)])
         engine = self.open_engine(
             jobs,
-            batch_size=min(batch_size, len(jobs)),
+            batch_size=min(num_candidates if batch_size is None else batch_size, len(jobs)),
             draft=draft,
             draft_block_len=draft_block_len,
             acceptance=acceptance,
         )
-        done = dict(run_jobs(engine, jobs, self.tokenizer))
-        return [done[index] for index in range(len(jobs))]
+        groups = list(itertools.batched(jobs, num_candidates))
+        done = dict(run_candidates(engine, groups, self.tokenizer))
+        keeps = params.logprobs is not None
+        return [
+            choose(done[i], params.n, rank, extract, keeps_logprobs=keeps)
+            for i in range(len(groups))
+        ]
 
     def chat(
         self,
@@ -433,6 +468,7 @@ class LLM:
         *,
         draft: bool | str = CHAIN,
         draft_block_len: int | None = None,
+        acceptance: str = MATCH,
         steps_per_group: int = 4,
         **fields: Any,
     ) -> Iterator[str]:
@@ -443,14 +479,24 @@ class LLM:
           params: How to decode; default SamplingParams().
           draft: As in `generate`.
           draft_block_len: As in `generate`.
-          steps_per_group: Decode steps between two pieces.
+          acceptance: As in `generate`.
+          steps_per_group: Decode steps between two pieces, >= 1.
           **fields: As in `generate`.
 
         Raises:
-          ConfigError: At the call, not at the first piece.
+          ConfigError: At the call, not at the first piece; also for what a stream of text cannot
+            give, log probabilities and several answers.
         """
         tokenizer = self.need_tokenizer("streaming text needs a tokenizer")
         params = _replace_fields(params or SamplingParams(), fields)
+        if params.num_candidates > 1:
+            raise ConfigError("n and best_of above 1 cannot be streamed; `generate` takes them")
+        if params.logprobs is not None:
+            raise ConfigError("logprobs cannot be streamed; `generate` reports them")
+        if steps_per_group < 1:
+            raise ConfigError(f"steps_per_group {steps_per_group} is out of range; allowed: >= 1")
         job = self.make_job(self.encode(prompt), params)
-        engine = self.open_engine([job], draft=draft, draft_block_len=draft_block_len)
+        engine = self.open_engine(
+            [job], draft=draft, draft_block_len=draft_block_len, acceptance=acceptance
+        )
         return stream_job(engine, job, tokenizer, steps_per_group=steps_per_group)
