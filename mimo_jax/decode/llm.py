@@ -118,6 +118,10 @@ class LLM:
         directory: Path | None = None,
     ):
         """Joins models that are already in memory; `LLM.load` reads a checkpoint."""
+        if not isinstance(target, Model):
+            raise ConfigError(
+                f"LLM takes models in memory; LLM.load({target!r}) reads a checkpoint"
+            )
         self.config, self.trained_block_len = target.config, 1
         if drafter is not None:
             drafter.config.check_fits(target.config)
