@@ -20,7 +20,8 @@ every attention of every step look its keys up.
 """
 
 import collections
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -56,34 +57,33 @@ def shared_borders(prompts: Sequence[Sequence[int]]) -> list[tuple[Border, ...]]
       saves 7 * 64 tokens; two of them save 64, too few -> () each.
     """
     ids_of: dict[tuple[int, bytes], int] = {}  # (id of the prefix before, next tokens) -> id
-    paths: list[list[int]] = []
-    wholes: list[int] = []
+    paths: list[list[Border]] = []  # of every prompt: each of its pieces, then its end
     for prompt in prompts:
         ids, node = np.asarray(prompt, np.int32), 0
         path = []
         for end in range(PIECE_LEN, len(ids) + 1, PIECE_LEN):
             piece = ids[end - PIECE_LEN : end].tobytes()
             node = ids_of.setdefault((node, piece), len(ids_of) + 1)
-            path.append(node)
+            path.append(Border(end, node))
         rest = ids[len(path) * PIECE_LEN :].tobytes() + b"end"  # no piece is as long
-        wholes.append(ids_of.setdefault((node, rest), len(ids_of) + 1))
+        path.append(Border(len(ids), ids_of.setdefault((node, rest), len(ids_of) + 1)))
         paths.append(path)
-    counts = collections.Counter(node for path in paths for node in path)
-    whole_counts = collections.Counter(wholes)
-    borders = []
-    for prompt, path, whole in zip(prompts, paths, wholes, strict=True):
-        kept: list[Border] = []
-        before = 0
-        for i, node in enumerate(path):
-            num_tokens, count = (i + 1) * PIECE_LEN, counts[node]
-            goes_on = i + 1 < len(path) and counts[path[i + 1]] == count
-            if not goes_on and (count - 1) * (num_tokens - before) >= MIN_SAVED_TOKENS:
-                kept.append(Border(num_tokens, node))
-                before = num_tokens
-        if whole_counts[whole] > 1 and before < len(prompt):
-            kept.append(Border(len(prompt), whole))
-        borders.append(tuple(kept))
-    return borders
+    counts = collections.Counter(border.prefix_id for path in paths for border in path)
+    return [_worth_keeping(path, counts) for path in paths]
+
+
+def _worth_keeping(path: list[Border], counts: Mapping[int, int]) -> tuple[Border, ...]:
+    """Of a prompt's pieces and its end, those after which others part, if that saves enough."""
+    kept, before = [], 0
+    for border, following in itertools.pairwise(path):
+        num_others = counts[border.prefix_id] - 1
+        is_parting = counts[following.prefix_id] <= num_others
+        if is_parting and num_others * (border.num_tokens - before) >= MIN_SAVED_TOKENS:
+            kept.append(border)
+            before = border.num_tokens
+    if counts[path[-1].prefix_id] > 1 and path[-1].num_tokens > before:
+        kept.append(path[-1])
+    return tuple(kept)
 
 
 class PromptReader:

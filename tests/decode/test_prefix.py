@@ -2,8 +2,8 @@
 
 Run: .venv/bin/python -m pytest tests/decode/test_prefix.py
 
-Seen red: the drafter's half left empty, a memory kept one piece too far, a kept memory handed out
-twice without a copy, the last user's memory not given up, a border counted for one prompt only.
+Seen red: the drafter's half left out of a copy, a kept memory handed out twice without a copy, the
+last user's memory not given up, a border where nobody parts.
 """
 
 import dataclasses
@@ -49,12 +49,16 @@ def test_groups_within_groups_and_loners():
     assert got == [(64, 128)] * 5 + [(64,)] * 3 + [()]  # 7 * 64 and 4 * 64 saved
     ids = {b for borders in shared_borders(prompts) for b in borders}
     assert len(ids) == 2
+    few = [OTHER[:96] + tail for tail in TAILS[:4]] + [OTHER[:64] + tail for tail in TAILS[:4]]
+    assert borders_of(few) == [(64,)] * 8  # four of them would save 3 * 32 more
 
 
 def test_prompts_asked_twice_are_kept_whole():
     assert borders_of([[5, 8], [5, 8], [5, 8, 3], [5]]) == [(2,), (2,), (), ()]
     assert borders_of([OTHER] * 2 + [OTHER[:96]]) == [(101,), (101,), ()]
     assert borders_of([OTHER[:64]] * 6) == [(64,)] * 6
+    assert borders_of([OTHER] * 8) == [(101,)] * 8  # in one piece: nobody parts before the end
+    assert borders_of([OTHER] * 8 + [OTHER[:99]]) == [(96, 101)] * 8 + [(96,)]
 
 
 class FakeEngine:
