@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from mimo_jax.config import DrafterConfig as DrafterConfig
     from mimo_jax.config import TargetConfig as TargetConfig
     from mimo_jax.decode.engine import Engine as Engine
+    from mimo_jax.decode.functional import emitted_ids as emitted_ids
+    from mimo_jax.decode.functional import initial_state as initial_state
+    from mimo_jax.decode.functional import step_function as step_function
     from mimo_jax.decode.generate import Completion as Completion
     from mimo_jax.decode.jobs import Output as Output
     from mimo_jax.decode.llm import LLM as LLM
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from mimo_jax.decode.placement import Model as Model
     from mimo_jax.decode.request import Request as Request
     from mimo_jax.decode.stats import AcceptStats as AcceptStats
+    from mimo_jax.decode.step import DecodeState as DecodeState
 
 __version__ = "0.1.0.dev0"
 
@@ -34,6 +38,7 @@ _HOME = {
     "CheckpointError": "checkpoint.safetensors_reader",
     "Completion": "decode.generate",
     "ConfigError": "config",
+    "DecodeState": "decode.step",
     "DrafterConfig": "config",
     "Engine": "decode.engine",
     "LLM": "decode.llm",
@@ -42,6 +47,9 @@ _HOME = {
     "Request": "decode.request",
     "SamplingParams": "decode.params",
     "TargetConfig": "config",
+    "emitted_ids": "decode.functional",
+    "initial_state": "decode.functional",
+    "step_function": "decode.functional",
 }
 
 

@@ -1,4 +1,4 @@
-"""`python -m mimo_jax.bench decode|load`: tables on the terminal, JSON beside them."""
+"""`python -m mimo_jax.bench decode|prefix|load`: tables on the terminal, JSON beside them."""
 
 import dataclasses
 import json
@@ -37,6 +37,29 @@ class Decode:
 
 
 @dataclasses.dataclass(frozen=True)
+class Prefix:
+    """Time to the first token and of a job whose prompts share a system prompt, read once or not.
+
+    Takes about a minute on 2 quiet cores.
+    """
+
+    checkpoint: Path = Path("assets/mimo-nano")
+    """Checkpoint directory with a drafter in dflash/."""
+    prompts: Path = Path("assets/prompts")
+    """Directory of held-out prompts, SCENE.jsonl."""
+    num_prompts: int = 40
+    """Prompts, of chat and math in turn."""
+    system_len: int = 256
+    """Tokens of the system prompt."""
+    max_tokens: int = 48
+    """Longest answer."""
+    batch_sizes: tuple[int, ...] = (1, 8)
+    """Rows."""
+    json: Path | None = Path("out/bench/prefix.json")
+    """Where the figures are written."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Load:
     """Rate and memory of reading a checkpoint into 8 virtual CPU devices, against dd."""
 
@@ -50,10 +73,48 @@ class Load:
 
 def main() -> int:
     arguments = tyro.extras.subcommand_cli_from_dict(
-        {"decode": Decode, "load": Load},
+        {"decode": Decode, "prefix": Prefix, "load": Load},
         description="Measures: tables on the terminal, JSON beside.",
     )
+    if isinstance(arguments, Prefix):
+        return run_prefix(arguments)
     return run_load(arguments) if isinstance(arguments, Load) else run_decode(arguments)
+
+
+def run_prefix(arguments: Prefix) -> int:
+    """Measures every batch size, prints and writes the JSON."""
+    from mimo_jax.bench import prefix_bench as bench
+    from mimo_jax.train.provenance import machine
+
+    console = Console()
+    requests = bench.requests_behind(
+        arguments.system_len,
+        arguments.checkpoint,
+        arguments.prompts,
+        arguments.num_prompts,
+        arguments.max_tokens,
+    )
+    longest = max(len(r.prompt_ids) + r.max_tokens for r in requests)
+    rows = {
+        f"batch {batch_size}": bench.prefix_gain(
+            arguments.checkpoint, requests, max_len=longest, batch_size=batch_size
+        )
+        for batch_size in arguments.batch_sizes
+    }
+    columns = {
+        "ttft_alone_ms": ".1f",
+        "ttft_shared_ms": ".1f",
+        "job_ratio": ".2f",
+        "tau_alone": ".3f",
+        "tau_shared": ".3f",
+        "identical": "",
+    }
+    console.print(_table("A shared system prompt, read for each and read once", rows, columns))
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        results = {"machine": machine(), "system_len": arguments.system_len, "rows": rows}
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
 
 
 def run_load(arguments: Load) -> int:

@@ -7,8 +7,8 @@ files. Compile time is measured apart from run time.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,11 @@ from mimo_jax.decode.placement import (
     rows_per_device,
 )
 from mimo_jax.decode.request import Request, check_request, one_row, row_sampling
-from mimo_jax.decode.sampling import ADJUSTED, GREEDY, adjust_logits, count_ids, sample
+from mimo_jax.decode.sampling import ADJUSTED, GREEDY
+from mimo_jax.decode.start import PromptMemory, start_row
 from mimo_jax.decode.step import (
     DecodeState,
-    Logprobs,
     SeenIds,
-    logprobs_of,
     plain_step,
     run_steps,
     speculative_step,
@@ -50,6 +49,8 @@ from mimo_jax.timing import Stopwatch
 MIN_PROMPT_BUCKET = 32  # prompts are padded to powers of two from here: few programs to compile
 PROMPT_CHUNK = 512  # longer prompts are prefilled in chunks of this length
 LENGTH_BUCKET = 128  # capacity of a batch is rounded up to this
+
+_LOGITS = DECODE.spec((ONE_ROW, None, "vocab"))  # of one row: [1, 1, v]
 
 
 def prompt_bucket(num_tokens: int) -> int:
@@ -184,7 +185,8 @@ class Engine:
         return None if self.mesh is None else MODEL
 
     @property
-    def _params(self):
+    def params(self):
+        """What every program takes first: parameters of the target, and of the drafter or None."""
         return self.target.params, None if self.drafter is None else self.drafter.params
 
     def _merge(self, params):
@@ -213,7 +215,7 @@ class Engine:
         if self.mesh is None:
             return None, None
         target_cache, drafter_cache = jax.eval_shape(
-            lambda params: self._empty_row(*self._merge(params)), self._params
+            lambda params: self._empty_row(*self._merge(params)), self.params
         )
         target_cache = cache_specs(target_cache, rows)
         if drafter_cache is not None and self.drafter is not None:
@@ -243,15 +245,15 @@ class Engine:
         return target_cache, drafter.make_cache(1, self.capacity, slack)
 
     def prefill_program(self, is_first: bool):
-        """Jitted prompt chunk: (params, token_ids [1, t], caches, start, num_valid, sampling,
-        is_in_prompt) -> (id, its log probabilities, caches).
+        """Jitted prompt chunk: (params, token_ids [1, t], caches, start, num_valid) -> (logits
+        [1, 1, v] after the last valid token, caches); the caches are consumed.
 
         Args:
           is_first: Whether the chunk begins the prompt; then caches are (None, None) and are made.
         """
         taps = () if self.drafter is None else self.drafter.config.target_layer_ids
 
-        def prefill(params, token_ids, caches, start, num_valid, sampling, is_in_prompt):
+        def prefill(params, token_ids, caches, start, num_valid):
             target, drafter = self._merge(params)
             if is_first:
                 caches = self._empty_row(target, drafter)
@@ -263,25 +265,54 @@ class Engine:
                 drafter_cache = drafter.inject_prompt(
                     drafter_cache, out.context_features, start, num_valid
                 )
-            next_pos = (start + num_valid)[:, None]
-            axis, logits, logprobs = target.mesh_axis, out.logits, None
-            if is_in_prompt is not None:
-                nothing = jnp.zeros((*logits.shape[:2], logits.shape[-1]), jnp.int32)
-                logits = adjust_logits(logits, sampling, nothing, is_in_prompt, axis)
-            first = sample(logits, sampling, next_pos, self.mode, axis)
-            if self.num_logprobs is not None:
-                logprobs = logprobs_of(out.logits, first, self.num_logprobs, axis)
-            return first[:, 0], logprobs, (out.cache, drafter_cache)
+            return out.logits, (out.cache, drafter_cache)
 
         caches, one = self._cache_specs(ONE_ROW), DECODE.spec((ONE_ROW,))
         given = (None, None) if is_first else caches
-        in_specs = (self._param_specs(), one, given, one, one, one, self._vocab_spec(ONE_ROW))
-        out_specs = (one, None if self.num_logprobs is None else one, caches)
-        return program(prefill, self.mesh, in_specs, out_specs, donate=(2,))
+        in_specs = (self._param_specs(), one, given, one, one)
+        return program(prefill, self.mesh, in_specs, (_LOGITS, caches), donate=(2,))
 
     def _vocab_spec(self, rows: str | None):
         """Of arrays [b, v]; None where the mode keeps none."""
         return DECODE.spec((rows, "vocab")) if self.mode == ADJUSTED else None
+
+    def read(self, prompt_ids: Sequence[int], after: PromptMemory | None = None) -> PromptMemory:
+        """What both models remember of a prompt.
+
+        Args:
+          prompt_ids: Ids in the vocabulary, at least one, at most capacity of them.
+          after: Memory of the first after.num_tokens of them, fewer than all; it is consumed.
+
+        Example: read([5, 8, 3], after=read([5, 8])) is read([5, 8, 3]), up to rounding.
+        """
+        ids, begin = np.asarray(prompt_ids, np.int32), 0
+        logits, caches = None, cast(Any, (None, None))  # made by the first chunk
+        if after is not None:
+            begin, caches = after.num_tokens, after.caches
+        for start in range(begin, len(ids), PROMPT_CHUNK):
+            chunk = ids[start : start + PROMPT_CHUNK]
+            room = min(self.capacity - start, PROMPT_CHUNK)
+            bucket = min(prompt_bucket(len(chunk)), room)
+            padded = np.zeros((1, bucket), np.int32)
+            padded[0, : len(chunk)] = chunk
+            args = (self.params, padded, caches, one_row(start), one_row(len(chunk)))
+            is_first = start == 0
+            prefill = self._program(
+                ("prefill", bucket, is_first),
+                lambda is_first=is_first: self.prefill_program(is_first),
+                *args,
+            )
+            logits, caches = prefill(*args)
+        assert logits is not None, "a prompt has tokens that are not read yet"
+        return PromptMemory(logits, caches, len(ids))
+
+    def copy(self, memory: PromptMemory) -> PromptMemory:
+        """A second memory of the same prompt: `read` and `start` consume theirs."""
+        arrays, specs = (memory.logits, memory.caches), (_LOGITS, self._cache_specs(ONE_ROW))
+        duplicate = lambda *arrays: jax.tree.map(jnp.copy, arrays)
+        make = lambda: program(duplicate, self.mesh, specs, specs)
+        logits, caches = self._program("copy", make, *arrays)(*arrays)
+        return PromptMemory(logits, caches, memory.num_tokens)
 
     def prefill(
         self, request: Request, earlier: controller.Control | None = None
@@ -297,58 +328,57 @@ class Engine:
             prompt and output do not fit the engine's max_len.
         """
         self.check(request)
+        return self.start(request, self.read(request.prompt_ids), earlier)
+
+    def start(
+        self,
+        request: Request,
+        memory: PromptMemory,
+        earlier: controller.Control | None = None,
+    ) -> DecodeState:
+        """As `prefill`, for a prompt that is read already: samples the first token.
+
+        Args:
+          request: What to continue; has passed `check`.
+          memory: Of its whole prompt; it is consumed.
+          earlier: As in `prefill`.
+        """
         prompt = np.asarray(request.prompt_ids, np.int32)
         p = len(prompt)
-        sampling, is_in_prompt = row_sampling(request, self.max_bias_ids), None
+        assert memory.num_tokens == p, "the memory is of another prompt"
+        is_in_prompt = None
         if self.mode == ADJUSTED:
             is_in_prompt = np.zeros((1, self.target.config.vocab_size), bool)
             is_in_prompt[0, prompt] = True
-        caches, first, logprobs = (None, None), None, None
-        for start in range(0, p, PROMPT_CHUNK):
-            chunk = prompt[start : start + PROMPT_CHUNK]
-            room = min(self.capacity - start, PROMPT_CHUNK)
-            bucket = min(prompt_bucket(len(chunk)), room)
-            padded = np.zeros((1, bucket), np.int32)
-            padded[0, : len(chunk)] = chunk
-            place = (one_row(start), one_row(len(chunk)))
-            args = (self._params, padded, caches, *place, sampling, is_in_prompt)
-            is_first = start == 0
-            prefill = self._program(
-                ("prefill", bucket, is_first),
-                lambda is_first=is_first: self.prefill_program(is_first),
-                *args,
-            )
-            first, logprobs, caches = prefill(*args)
         tokens = np.zeros((1, self.capacity + self.draft_block_len), np.int32)
         tokens[0, :p] = prompt
         stop_ids = np.full((1, self.max_stop_ids), -1, np.int32)
         stop_ids[0, : len(request.stop_ids)] = request.stop_ids
         args = (
             tokens,
-            first,
-            logprobs,
             one_row(p),
             one_row(p + request.max_tokens),
             stop_ids,
-            sampling,
+            row_sampling(request, self.max_bias_ids),
             self._control(request, earlier),
             is_in_prompt,
-            *caches,
+            memory.logits,
+            *memory.caches,
         )
-        start = self._program("start", lambda: self._start_program(args), *args)
-        return start(*args)
+        return self._program("start", lambda: self._start_program(args), *args)(*args)
 
     def _start_program(self, args):
         context = None
         if self.policy is not None and self.drafter is not None:
             context = (self.drafter.config.context_width, dtype_of(self.target))
-        start = functools.partial(_start_state, context=context, mesh_axis=self.target_axis)
-        caches = self._cache_specs(ONE_ROW)
-        rows = row_specs(args[:-3], ONE_ROW)
-        whole = functools.partial(_start_state, context=context)
-        out = self._state_specs(jax.eval_shape(whole, *args), ONE_ROW)
-        in_specs = (*rows, self._vocab_spec(ONE_ROW), *caches)
-        return program(start, self.mesh, in_specs, out, donate=(9, 10))
+        start = functools.partial(
+            start_row, mode=self.mode, num_logprobs=self.num_logprobs, context=context
+        )
+        rows = row_specs(args[:-4], ONE_ROW)
+        out = self._state_specs(jax.eval_shape(start, *args), ONE_ROW)
+        in_specs = (*rows, self._vocab_spec(ONE_ROW), _LOGITS, *self._cache_specs(ONE_ROW))
+        start = functools.partial(start, mesh_axis=self.target_axis)
+        return program(start, self.mesh, in_specs, out, donate=(8, 9))
 
     def _control(self, request: Request, earlier: controller.Control | None):
         """The controller's state of a fresh row, or None where block lengths are fixed."""
@@ -413,19 +443,14 @@ class Engine:
         make_caches = lambda params: self._empty_row(*self._merge(params))
         caches = jax.eval_shape(
             program(make_caches, self.mesh, (self._param_specs(),), self._cache_specs(ONE_ROW)),
-            self._params,
+            self.params,
         )
         one: Any = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct((1, *s), dtype)
-        n, is_in_prompt, logprobs = self.num_logprobs, None, None
-        if n is not None:
-            f32 = jnp.float32
-            logprobs = Logprobs(one(1, dtype=f32), one(1, n), one(1, n, dtype=f32))
+        v, is_in_prompt = self.target.config.vocab_size, None
         if self.mode == ADJUSTED:
-            is_in_prompt = one(self.target.config.vocab_size, dtype=jnp.bool_)
+            is_in_prompt = one(v, dtype=jnp.bool_)
         args = (
             one(self.capacity + self.draft_block_len),
-            one(),
-            logprobs,
             one(),
             one(),
             one(self.max_stop_ids),
@@ -434,6 +459,7 @@ class Engine:
                 1, self.lengths, self.max_verify_nodes is not None
             ),
             is_in_prompt,
+            one(1, v, dtype=jnp.float32),
             *caches,
         )
         row_state = jax.eval_shape(self._start_program(args), *args)
@@ -519,7 +545,7 @@ class Engine:
 
     def group_program(self, state: DecodeState):
         """The compiled step group, for inspection; arguments as of `steps_program`."""
-        args = (self._params, state, np.int32(1), *self._held(None))
+        args = (self.params, state, *self.loop_args(1))
         return self._program("group", lambda: self.steps_program(state), *args)
 
     def run(self, state: DecodeState, num_steps: int, held: int | None = None) -> DecodeState:
@@ -530,65 +556,11 @@ class Engine:
           num_steps: At most so many steps.
           held: Rung to take in every step, for engines with a policy; None = the controller picks.
         """
-        args = (self._params, state, np.int32(num_steps), *self._held(held))
+        args = (self.params, state, *self.loop_args(num_steps, held))
         return self.group_program(state)(*args)
 
-    def _held(self, rung: int | None) -> tuple[np.int32, ...]:
-        return () if self.policy is None else (np.int32(-1 if rung is None else rung),)
-
-
-def _start_state(
-    tokens,
-    first,
-    logprobs,
-    prompt_len,
-    max_len,
-    stop_ids,
-    sampling,
-    control,
-    is_in_prompt,
-    target_cache,
-    drafter_cache,
-    *,
-    context=None,
-    mesh_axis=None,
-):
-    """A one-row state whose first token, sampled by prefill, is committed."""
-    b, s = tokens.shape
-    column = jnp.arange(s, dtype=jnp.int32)[None, :]
-    tokens = jnp.where(column == prompt_len[:, None], first[:, None], tokens)
-    committed = accept.cut_at_stop_and_limit(
-        first[:, None],
-        jnp.ones((b,), jnp.int32),
-        stop_ids,
-        max_len - prompt_len,
-        jnp.zeros((b,), bool),
-    )
-    seen = None
-    if is_in_prompt is not None:
-        v = is_in_prompt.shape[1]
-        counts = count_ids(first[:, None], jnp.ones((b, 1), bool), v, mesh_axis)
-        seen = SeenIds(counts, is_in_prompt)
-    if logprobs is not None:
-        at_start = lambda x: jnp.zeros((b, s, *x.shape[2:]), x.dtype).at[0, prompt_len[0]].set(
-            x[0, 0]
-        )
-        logprobs = jax.tree.map(at_start, logprobs)
-    return DecodeState(
-        tokens=tokens,
-        length=prompt_len + 1,
-        max_len=max_len,
-        finish=committed.finish,
-        stop_ids=stop_ids,
-        sampling=sampling,
-        seen=seen,
-        logprobs=logprobs,
-        num_steps=jnp.zeros((b,), jnp.int32),
-        committed_per_step=jnp.zeros((b, s), jnp.int8),
-        accepted_per_step=jnp.zeros((b, s), jnp.int8),
-        offered_per_step=jnp.zeros((b, s), jnp.int8),
-        control=control,
-        pending=None if context is None else adaptive.empty_pending(b, *context),
-        target_cache=target_cache,
-        drafter_cache=drafter_cache,
-    )
+    def loop_args(self, num_steps: int, held: int | None = None) -> tuple[np.int32, ...]:
+        """What `steps_program` takes after the state; arguments as of `run`."""
+        if self.policy is None:
+            return (np.int32(num_steps),)
+        return np.int32(num_steps), np.int32(-1 if held is None else held)

@@ -14,6 +14,7 @@ from mimo_jax.decode import accept
 from mimo_jax.decode.controller import COSTS
 from mimo_jax.decode.costs import Learnt, measure
 from mimo_jax.decode.engine import Engine
+from mimo_jax.decode.prefix import PromptReader
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.step import DecodeState
 from mimo_jax.timing import Stopwatch
@@ -65,6 +66,7 @@ def generate(
     requests: Iterable[Request],
     *,
     learnt: Learnt | None = None,
+    reader: PromptReader | None = None,
     steps_per_group: int = 64,
     on_tokens: Callable[[int, list[int]], bool | None] | None = None,
 ) -> Iterator[tuple[int, Completion]]:
@@ -78,6 +80,7 @@ def generate(
       requests: Consumed lazily.
       learnt: What the controller knows: read and added to, so that a caller may keep it for the
         next job; None = nothing.
+      reader: Of their prompts, in this order: reads what they share once. None reads each alone.
       steps_per_group: Steps per dispatch: small for streaming, large for throughput.
       on_tokens: Called with (index, new token ids) after each group, for streaming; a row for
         which it returns True ends there.
@@ -102,7 +105,10 @@ def generate(
                 index, request = item
                 compile_before = engine.compile_s
                 with Stopwatch() as watch:
-                    row_state = engine.prefill(request, learnt.controls.get(request.scene))
+                    engine.check(request)
+                    memory = reader.read(index) if reader else engine.read(request.prompt_ids)
+                    earlier = learnt.controls.get(request.scene)
+                    row_state = engine.start(request, memory, earlier)
                     watch.wait_for(row_state.length)
                 ttft_s = watch.elapsed_s - (engine.compile_s - compile_before)
                 if state is None and engine.batch_size > 1:

@@ -14,6 +14,7 @@ from mimo_jax.decode import accept
 from mimo_jax.decode.answer import AnswerText, cut_completion
 from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.generate import Completion, generate
+from mimo_jax.decode.prefix import Border, PromptReader, shared_borders
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.stats import AcceptStats
 from mimo_jax.text.tokenizer import Tokenizer
@@ -27,11 +28,23 @@ class Job:
       request: Token ids and sampling.
       stops: Stop strings, which the engine does not know.
       logprobs: Likeliest ids per token to report, or None: no log probabilities.
+      borders: Up to where its prompt agrees with others, see `share_prefixes`.
     """
 
     request: Request
     stops: tuple[str, ...] = ()
     logprobs: int | None = None
+    borders: tuple[Border, ...] = ()
+
+
+def share_prefixes(jobs: Sequence[Job]) -> list[Job]:
+    """The same jobs, knowing what their prompts begin with in common: that is then read once.
+
+    Give it all jobs that belong together, also when only some will be run: where a prompt is read
+    in pieces, and so its rounding, then does not depend on which.
+    """
+    borders = shared_borders([job.request.prompt_ids for job in jobs])
+    return [dataclasses.replace(job, borders=b) for job, b in zip(jobs, borders, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +58,8 @@ class Output:
       finish_reason: "stop" or "length".
       completion: Counts of every decode step, log probabilities and times of this answer.
       stats: Accept statistics of this answer.
+      score: What it was ranked by, see `best_of_n`; None where it is the only candidate.
+      alternatives: The next best answers to the same prompt, best first, where n was above 1.
     """
 
     prompt_ids: list[int]
@@ -53,6 +68,18 @@ class Output:
     finish_reason: str
     completion: Completion
     stats: AcceptStats
+    score: float | None = None
+    alternatives: tuple["Output", ...] = ()
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        """Log probability of each of token_ids; None unless asked for."""
+        return self.completion.logprobs
+
+    @property
+    def top_logprobs(self) -> list[list[tuple[int, float]]] | None:
+        """Likeliest (id, log probability) pairs at each of token_ids; None unless asked for."""
+        return self.completion.top_logprobs
 
     @property
     def tau(self) -> float | None:
@@ -105,10 +132,12 @@ def run_jobs(
         texts[index].push(new_ids)
         return texts[index].is_stopped
 
+    prompts, borders = [job.request.prompt_ids for job in jobs], [job.borders for job in jobs]
     must_watch = on_tokens is not None or any(job.stops for job in jobs)
     for index, completion in generate(
         engine,
         (job.request for job in jobs),
+        reader=PromptReader(engine, prompts, borders),
         steps_per_group=steps_per_group,
         on_tokens=watch if must_watch else None,
     ):

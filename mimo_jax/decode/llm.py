@@ -16,30 +16,44 @@ product of one row; plain decoding then is many times slower than in float32. Us
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mimo_jax.checkpoint.hf_drafter import find_drafter, load_drafter
-from mimo_jax.checkpoint.hf_target import load_target
-from mimo_jax.checkpoint.json_config import read_json
-from mimo_jax.checkpoint.safetensors_reader import CheckpointError, nearest
+from mimo_jax.checkpoint.safetensors_reader import nearest
 from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
 from mimo_jax.decode import controller
 from mimo_jax.decode.accept import MATCH
+from mimo_jax.decode.best_of_n import (
+    Extract,
+    Rank,
+    candidates_of,
+    check_rank,
+    choose,
+    run_candidates,
+)
 from mimo_jax.decode.engine import (
     LENGTH_BUCKET,
     Engine,
     lay_out_for_decode,
-    prefers_transposed,
 )
-from mimo_jax.decode.jobs import Job, Output, run_jobs, stream_job
-from mimo_jax.decode.params import AUTO, CHAIN, DRAFTS, OFF, PROFILE, TREE, SamplingParams
-from mimo_jax.decode.placement import Model, place_on_mesh
+from mimo_jax.decode.jobs import Job, Output, share_prefixes, stream_job
+from mimo_jax.decode.loading import load_checkpoint
+from mimo_jax.decode.params import (
+    AUTO,
+    CHAIN,
+    DRAFTS,
+    LOGPROB,
+    OFF,
+    PROFILE,
+    TREE,
+    SamplingParams,
+)
+from mimo_jax.decode.placement import Model
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.sampling import MODES, mode_for
 from mimo_jax.decode.tree import NUM_NODES
@@ -47,7 +61,6 @@ from mimo_jax.models.params import flatten
 from mimo_jax.text.chat import load_chat_template, render_chat
 from mimo_jax.text.tokenizer import Tokenizer
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 _IDS_BUCKET = 8  # stop ids and logit biases per row come in multiples of this
 # Fields that go to the device as they are.
 _REQUEST_FIELDS = (
@@ -61,69 +74,6 @@ _REQUEST_FIELDS = (
     "logit_bias",
     "seed",
 )
-
-
-def read_stop_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
-    """End-of-sequence ids of a checkpoint: generation_config.json, else config.json.
-
-    Raises:
-      CheckpointError: If `eos_token_id` is no id or list of ids of the vocabulary.
-    """
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        eos = read_json(path).get("eos_token_id") if path.is_file() else None
-        if eos is None:
-            continue
-        ids = eos if isinstance(eos, list) else [eos]
-        for i in ids:
-            if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab_size:
-                raise CheckpointError(
-                    f"{path}: eos_token_id is {eos!r}; allowed: ids in 0..{vocab_size - 1}"
-                )
-        return tuple(dict.fromkeys(ids))
-    return ()
-
-
-def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer of a checkpoint, or None if it has none.
-
-    Raises:
-      CheckpointError: If it is damaged, not byte-level, or has ids that the model has not.
-    """
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        return None
-    try:
-        tokenizer = Tokenizer.from_file(path)
-        num_ids = len(tokenizer.bytes_by_id())
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    if num_ids > vocab_size:
-        raise CheckpointError(
-            f"{path}: has ids up to {num_ids - 1}, but vocab_size in config.json is {vocab_size}"
-        )
-    return tokenizer
-
-
-def check_same_tokenizer(ours: Tokenizer | None, drafter_dir: Path) -> None:
-    """Refuses a drafter that brings a tokenizer with other pieces: its ids would mean other text.
-
-    Raises:
-      CheckpointError: Naming the first id that differs; also if the drafter's file is damaged.
-    """
-    path = drafter_dir / "tokenizer.json"
-    if ours is None or not path.is_file():
-        return
-    try:
-        theirs = Tokenizer.from_file(path).bytes_by_id()
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    for token_id, (mine, other) in enumerate(zip(ours.bytes_by_id(), theirs, strict=False)):
-        if mine != other:
-            raise CheckpointError(
-                f"{path}: id {token_id} is {other!r}, expected {mine!r} as in the target's; the "
-                "drafter was made for another tokenizer"
-            )
 
 
 def _replace_fields(params: SamplingParams, fields: dict[str, Any]) -> SamplingParams:
@@ -170,6 +120,10 @@ class LLM:
         directory: Path | None = None,
     ):
         """Joins models that are already in memory; `LLM.load` reads a checkpoint."""
+        if not isinstance(target, Model):
+            raise ConfigError(
+                f"LLM takes models in memory; LLM.load({target!r}) reads a checkpoint"
+            )
         self.config, self.trained_block_len = target.config, 1
         if drafter is not None:
             drafter.config.check_fits(target.config)
@@ -218,30 +172,21 @@ class LLM:
           ConfigError: If the drafter was made for another target, dtype is unknown, or an axis
             does not divide over the mesh.
         """
-        if dtype not in DTYPES:
-            raise ConfigError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
-        directory = Path(checkpoint_dir)
-        file_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-        place: dict[str, Any] = {"mesh": mesh, "is_transposed": prefers_transposed(file_bytes)}
-        config, graph, params = load_target(
-            directory, DTYPES[dtype], qkv_layout=qkv_layout, on_progress=on_progress, **place
+        loaded = load_checkpoint(
+            checkpoint_dir,
+            drafter,
+            dtype,
+            mesh=mesh,
+            has_whole_drafter=has_whole_drafter,
+            qkv_layout=qkv_layout,
+            on_progress=on_progress,
         )
-        drafter_dir = find_drafter(directory) if drafter == "auto" else drafter
-        tokenizer = read_tokenizer(directory, config.vocab_size)
-        if drafter_dir is not None:
-            check_same_tokenizer(tokenizer, Path(drafter_dir))
-        drafter_model = None
-        if drafter_dir is not None and has_whole_drafter:
-            whole = load_drafter(drafter_dir, DTYPES[dtype], is_transposed=place["is_transposed"])
-            drafter_model = place_on_mesh(Model(*whole), mesh, is_replicated=True)
-        elif drafter_dir is not None:
-            drafter_model = Model(*load_drafter(drafter_dir, DTYPES[dtype], **place), mesh)
         return cls(
-            Model(config, graph, params, mesh),
-            drafter_model,
-            tokenizer=tokenizer,
-            stop_ids=read_stop_ids(directory, config.vocab_size),
-            directory=directory,
+            loaded.target,
+            loaded.drafter,
+            tokenizer=loaded.tokenizer,
+            stop_ids=loaded.stop_ids,
+            directory=loaded.directory,
         )
 
     def __repr__(self) -> str:
@@ -444,10 +389,14 @@ class LLM:
         draft_block_len: int | None = None,
         max_verify_nodes: int | None = None,
         acceptance: str = MATCH,
-        batch_size: int = 1,
+        batch_size: int | None = None,
+        rank: Rank = LOGPROB,
+        extract: Extract | None = None,
         **fields: Any,
     ) -> list[Output]:
         """Answers prompts, in their order.
+
+        What prompts begin with in common is read once.
 
         Args:
           prompts: One text, one list of token ids, or a list of either.
@@ -461,16 +410,22 @@ class LLM:
           max_verify_nodes: Nodes of a tree, the anchor included; None = 16.
           acceptance: "match", or "rejection" or "block" for drafts that are sampled themselves:
             the distribution of answers is the same, the answers of one seed are not.
-          batch_size: Rows decoded at once.
+          batch_size: Rows decoded at once; default as many as a prompt has candidates.
+          rank: Where a prompt has several candidates (n, best_of): "logprob", "majority", or a
+            function that gives an Output a number, higher is better; see `best_of_n`.
+          extract: For majority, the function that finds the answer in a text, None = there is none;
+            default: the last number.
           **fields: Fields of SamplingParams, in place of those of params.
 
         Returns:
-          One Output per prompt, also for a single one.
+          One Output per prompt, also for a single one; with n above 1 the best, which has the
+          others as its `alternatives`.
 
         Raises:
           ConfigError: In one line, if a prompt or an argument cannot be served.
 
-        Example: `llm.generate(["1+1=", "2+2="], max_tokens=4)[1].text`
+        Example: `llm.generate(["1+1=", "2+2="], max_tokens=4)[1].text`; the answer that most of
+          eight agree on: `llm.generate("6*7=", best_of=8, rank="majority", temperature=0.8)`.
         """
         is_ids = lambda p: len(p) > 0 and isinstance(p[0], (int, np.integer))
         is_one = isinstance(prompts, str) or is_ids(prompts)
@@ -483,20 +438,28 @@ class LLM:
         seeds = [seed] * len(many) if isinstance(seed, int) else list(seed)
         if len(seeds) != len(many):
             raise ConfigError(f"{len(seeds)} seeds for {len(many)} prompts; give one, or one each")
+        check_rank(rank, extract, self.tokenizer)
+        num_candidates = params.num_candidates
         jobs = [
             self.make_job(self.encode(prompt), dataclasses.replace(params, seed=s))
             for prompt, s in zip(many, seeds, strict=True)
         ]
+        jobs = share_prefixes([c for job in jobs for c in candidates_of(job, num_candidates)])
         engine = self.open_engine(
             jobs,
-            batch_size=min(batch_size, len(jobs)),
+            batch_size=min(num_candidates if batch_size is None else batch_size, len(jobs)),
             draft=draft,
             draft_block_len=draft_block_len,
             max_verify_nodes=max_verify_nodes,
             acceptance=acceptance,
         )
-        done = dict(run_jobs(engine, jobs, self.tokenizer))
-        return [done[index] for index in range(len(jobs))]
+        groups = list(itertools.batched(jobs, num_candidates))
+        done = dict(run_candidates(engine, groups, self.tokenizer))
+        keeps = params.logprobs is not None
+        return [
+            choose(done[i], params.n, rank, extract, keeps_logprobs=keeps)
+            for i in range(len(groups))
+        ]
 
     def chat(
         self,
@@ -525,6 +488,7 @@ class LLM:
         *,
         draft: bool | str = CHAIN,
         draft_block_len: int | None = None,
+        acceptance: str = MATCH,
         steps_per_group: int = 4,
         **fields: Any,
     ) -> Iterator[str]:
@@ -535,14 +499,24 @@ class LLM:
           params: How to decode; default SamplingParams().
           draft: As in `generate`.
           draft_block_len: As in `generate`.
-          steps_per_group: Decode steps between two pieces.
+          acceptance: As in `generate`.
+          steps_per_group: Decode steps between two pieces, >= 1.
           **fields: As in `generate`.
 
         Raises:
-          ConfigError: At the call, not at the first piece.
+          ConfigError: At the call, not at the first piece; also for what a stream of text cannot
+            give, log probabilities and several answers.
         """
         tokenizer = self.need_tokenizer("streaming text needs a tokenizer")
         params = _replace_fields(params or SamplingParams(), fields)
+        if params.num_candidates > 1:
+            raise ConfigError("n and best_of above 1 cannot be streamed; `generate` takes them")
+        if params.logprobs is not None:
+            raise ConfigError("logprobs cannot be streamed; `generate` reports them")
+        if steps_per_group < 1:
+            raise ConfigError(f"steps_per_group {steps_per_group} is out of range; allowed: >= 1")
         job = self.make_job(self.encode(prompt), params)
-        engine = self.open_engine([job], draft=draft, draft_block_len=draft_block_len)
+        engine = self.open_engine(
+            [job], draft=draft, draft_block_len=draft_block_len, acceptance=acceptance
+        )
         return stream_job(engine, job, tokenizer, steps_per_group=steps_per_group)

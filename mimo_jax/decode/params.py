@@ -6,6 +6,7 @@ value is refused everywhere with the same line. Imports no JAX: `--help` needs t
 
 import dataclasses
 import math
+import numbers
 
 from mimo_jax.config import ConfigError
 
@@ -13,6 +14,24 @@ MAX_SEED = 2**31 - 1  # a seed is an int32 on the device
 # How the drafter is used: never; full blocks; trees; what the controller picks among these by
 # measured costs; blocks by the accept lengths that a scene's profile asks for.
 DRAFTS = OFF, CHAIN, TREE, AUTO, PROFILE = ("off", "chain", "tree", "auto", "profile")
+# What candidates are ranked by: mean log probability, or how many others give the same answer.
+RANKS = LOGPROB, MAJORITY = ("logprob", "majority")
+MAX_CANDIDATES = 128
+
+_NUMBERS = (
+    *((name, numbers.Integral, "an integer") for name in ("max_tokens", "top_k", "seed", "n")),
+    *(
+        (name, numbers.Real, "a number")
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+    ),
+)
 
 
 def _require(is_right: bool, name: str, value: object, allowed: str) -> None:
@@ -41,6 +60,8 @@ class SamplingParams:
       stop: Strings that end the answer; neither they nor what follows is part of the text.
       stop_token_ids: Ids that end the answer, in place of the checkpoint's own; None = its own.
       ignore_eos: Whether the checkpoint's own stop ids are ignored.
+      n: Answers to give, best first, 1..128; more than one needs a temperature.
+      best_of: Candidates to decode, n..128, of which the n best are given; None = n.
 
     Raises:
       ConfigError: Naming the field and what is allowed.
@@ -60,8 +81,19 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool = False
+    n: int = 1
+    best_of: int | None = None
+
+    @property
+    def num_candidates(self) -> int:
+        """Answers to decode."""
+        return self.n if self.best_of is None else self.best_of
 
     def __post_init__(self):
+        for name, kind, what in _NUMBERS:
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ConfigError(f"{name} is {value!r}, expected {what}")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, ">= 1")
         is_temperature = math.isfinite(self.temperature) and self.temperature >= 0
         _require(is_temperature, "temperature", self.temperature, ">= 0 (0 = greedy)")
@@ -79,3 +111,14 @@ class SamplingParams:
                  "0..20")
         _require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"0..{MAX_SEED}")
         _require(all(self.stop), "stop", "''", "strings of at least one character")
+        _require(1 <= self.n <= MAX_CANDIDATES, "n", self.n, f"1..{MAX_CANDIDATES}")
+        is_enough = self.n <= self.num_candidates <= MAX_CANDIDATES
+        allowed = f"n..{MAX_CANDIDATES}, and n is {self.n}"
+        _require(is_enough, "best_of", self.best_of, allowed)
+        if self.num_candidates > 1 and self.temperature == 0:
+            # Not one answer in place of n: whoever asks for three counts on three choices.
+            name = "n" if self.best_of is None else "best_of"
+            raise ConfigError(
+                f"{name} {self.num_candidates} has no meaning at temperature 0, where all answers "
+                f"are the same; allowed: {name} 1, or a temperature above 0"
+            )

@@ -82,8 +82,6 @@ def lower_prefill(
         (state.target_cache, state.drafter_cache),
         one(jnp.int32),
         one(jnp.int32),
-        state.sampling,
-        None,  # a greedy program looks at no earlier ids
     )
 
 

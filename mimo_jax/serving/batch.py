@@ -10,6 +10,10 @@ in the same bytes.
 An output line holds id, scene (if any), text, token_ids, finish_reason ("stop" or "length"), usage
 and accept_stats, with `detailed` also prompt_token_ids and num_committed_per_step, which sum to
 one less than there are token_ids: prefill gives the first. Or it holds id, scene and error.
+
+Where a line asked for several candidates, its text and ids are the best one's; it also holds score
+and the others as alternatives (n - 1 of them, best first). usage and accept_stats then count
+everything that was decoded for the line.
 """
 
 import dataclasses
@@ -25,10 +29,12 @@ from rich.console import Console
 from mimo_jax import __version__
 from mimo_jax.config import ConfigError
 from mimo_jax.decode import controller
+from mimo_jax.decode.best_of_n import candidates_of, check_rank, choose, run_candidates
 from mimo_jax.decode.engine import Engine
-from mimo_jax.decode.jobs import Job, Output, run_jobs
+from mimo_jax.decode.jobs import Job, Output, share_prefixes
 from mimo_jax.decode.llm import LLM
 from mimo_jax.decode.params import CHAIN, OFF, SamplingParams
+from mimo_jax.decode.stats import AcceptStats
 from mimo_jax.distributed import ALONE, ProcessGroup
 from mimo_jax.serving import parts, report
 from mimo_jax.serving.jsonl import (
@@ -52,12 +58,12 @@ _STEPS_PER_GROUP, _STEPS_PER_SHORT_GROUP = 32, 8
 
 @dataclasses.dataclass
 class _Entry:
-    """One input line on its way: `line` or `error` at first, `job` or `error` in the end."""
+    """One input line on its way: `line` or `error` first, `candidates` or `error` in the end."""
 
     line_id: str
     scene: str | None = None
     line: Line | None = None
-    job: Job | None = None
+    candidates: list[Job] = dataclasses.field(default_factory=list)
     error: str | None = None
 
 
@@ -89,7 +95,7 @@ def _prompt_text(llm: LLM, line: Line, template_variables: dict) -> str | None:
 
 
 def _make_jobs(llm: LLM, entries: list[_Entry], template_variables: dict) -> None:
-    """Gives every entry a job or an error; all texts are tokenized in one call."""
+    """Gives every entry its jobs or an error; all texts are tokenized in one call."""
     texts: list[tuple[_Entry, str]] = []
     prompts: list[tuple[_Entry, list[int]]] = []
     for entry in entries:
@@ -109,10 +115,17 @@ def _make_jobs(llm: LLM, entries: list[_Entry], template_variables: dict) -> Non
         prompts += [(entry, prompt) for (entry, _), prompt in zip(texts, ids, strict=True)]
     for entry, prompt_ids in prompts:
         assert entry.line is not None
+        params = entry.line.params
         try:
-            entry.job = llm.make_job(prompt_ids, entry.line.params, entry.scene)
+            job = llm.make_job(prompt_ids, params, entry.scene)
+            entry.candidates = candidates_of(job, params.num_candidates)
         except ConfigError as error:
             entry.error = f"line {entry.line.number}: {error}"
+    # Of all lines, answered or not, so that a continued job reads prompts as one that was not
+    # stopped.
+    shared = iter(share_prefixes([job for entry in entries for job in entry.candidates]))
+    for entry in entries:
+        entry.candidates = [next(shared) for _ in entry.candidates]
 
 
 def _split_finished(entries: list[_Entry], finished: Finished) -> tuple[list[_Entry], list[_Entry]]:
@@ -126,54 +139,67 @@ def _split_finished(entries: list[_Entry], finished: Finished) -> tuple[list[_En
     return done, pending
 
 
-def _record(entry: _Entry, output: Output | None, is_detailed: bool) -> dict:
+def _record(entry: _Entry, candidates: Sequence[Output], options: BatchOptions) -> dict:
     """The output line of an entry; `id` first, see `jsonl`."""
     record: dict = {"id": entry.line_id}
     if entry.scene is not None:
         record["scene"] = entry.scene
-    if output is None:
+    if entry.line is None or not candidates:
         return record | {"error": entry.error}
-    num_prompt, num_output = len(output.prompt_ids), len(output.token_ids)
-    record |= {
-        "text": output.text,
-        "token_ids": output.token_ids,
-        "finish_reason": output.finish_reason,
+    params = entry.line.params
+    best = choose(candidates, params.n, options.rank, keeps_logprobs=params.logprobs is not None)
+    num_prompt = len(best.prompt_ids)
+    num_output = sum(len(output.token_ids) for output in candidates)
+    record |= _choice(best) | {
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
         },
-        "accept_stats": output.stats.to_json(),
+        "accept_stats": sum((o.stats for o in candidates), AcceptStats()).to_json(),
     }
-    if output.completion.logprobs is not None:
-        record["logprobs"] = output.completion.logprobs
-        record["top_logprobs"] = output.completion.top_logprobs
-    if is_detailed:
-        record["prompt_token_ids"] = output.prompt_ids
-        record["num_committed_per_step"] = output.completion.num_committed_per_step
+    if len(candidates) > 1:
+        record["alternatives"] = [_choice(output) for output in best.alternatives]
+    if options.detailed:
+        record["prompt_token_ids"] = best.prompt_ids
+        record["num_committed_per_step"] = best.completion.num_committed_per_step
     return record
+
+
+def _choice(output: Output) -> dict:
+    """What an output line says of one answer."""
+    fields: dict = {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+    }
+    if output.score is not None:
+        fields["score"] = output.score
+    if output.logprobs is not None:
+        fields |= {"logprobs": output.logprobs, "top_logprobs": output.top_logprobs}
+    return fields
 
 
 def _answers(
     engine: Engine | None, llm: LLM, entries: Sequence[_Entry], on_tokens
-) -> Iterator[tuple[int, Output | None]]:
-    """(index in entries, answer or None for an error), as they come."""
+) -> Iterator[tuple[int, list[Output]]]:
+    """(index in entries, all its candidates, none for an error), as they come."""
     for index, entry in enumerate(entries):
         if entry.error is not None:
-            yield index, None
-    pairs = [(index, entry.job) for index, entry in enumerate(entries) if entry.job is not None]
-    if engine is None or not pairs:
+            yield index, []
+    indices = [index for index, entry in enumerate(entries) if entry.candidates]
+    if engine is None or not indices:
         return
-    jobs = [job for _, job in pairs]
-    must_hurry = engine.batch_size > 1 or any(job.stops for job in jobs)
-    for job_idx, output in run_jobs(
+    groups = [entries[index].candidates for index in indices]
+    must_hurry = engine.batch_size > 1 or any(group[0].stops for group in groups)
+    for group_idx, outputs in run_candidates(
         engine,
-        jobs,
+        groups,
         llm.tokenizer,
         steps_per_group=_STEPS_PER_SHORT_GROUP if must_hurry else _STEPS_PER_GROUP,
         on_tokens=on_tokens,
     ):
-        yield pairs[job_idx][0], output
+        yield indices[group_idx], outputs
 
 
 def _decode(
@@ -201,9 +227,9 @@ def _decode(
             num_tokens += len(new_ids)
             show()
 
-        for index, output in _answers(engine, llm, entries, None if is_quiet else on_tokens):
-            tally.add(entries[index].scene, output)
-            waiting[index] = _record(entries[index], output, options.detailed)
+        for index, outputs in _answers(engine, llm, entries, None if is_quiet else on_tokens):
+            tally.add(entries[index].scene, outputs)
+            waiting[index] = _record(entries[index], outputs, options)
             while num_written in waiting:
                 writer.write(waiting.pop(num_written))
                 num_written += 1
@@ -310,7 +336,8 @@ def run_batch(
     if options.stop:
         llm.need_tokenizer("stop strings need a tokenizer")
     _make_jobs(llm, entries, template_variables)
-    jobs = [entry.job for entry in entries if entry.job is not None]
+    check_rank(options.rank, None, llm.tokenizer)
+    jobs = [job for entry in entries for job in entry.candidates]
     engine = None
     if jobs:
         engine = llm.open_engine(

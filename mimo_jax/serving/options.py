@@ -24,7 +24,8 @@ class BatchOptions:
     A line holds "prompt" (text), "prompt_token_ids" or "messages"; or it is a request of an OpenAI
     batch file. It may hold id, scene, tools, chat_template_kwargs, and in place of the flags of the
     same names max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty,
-    frequency_penalty, logprobs, seed, stop, and beside them logit_bias, stop_token_ids, ignore_eos.
+    frequency_penalty, logprobs, seed, stop, n, best_of, and beside them logit_bias, stop_token_ids,
+    ignore_eos.
 
     Every line gets one line of output, in the order of the input. A line that cannot be answered
     gets one with "error", and the exit code is 1. The same command, given again, goes on where it
@@ -78,6 +79,14 @@ class BatchOptions:
     """Of every request; the same seed and prompt give the same answer."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """String that ends an answer."""
+    n: int = 1
+    """Answers per prompt, best first; more than one needs a temperature. They share the reading of
+    the prompt, and are decoded side by side where --batch-size has room."""
+    best_of: Annotated[int | None, _optional("INT", "n")] = None
+    """Candidates per prompt, of which the n best are written."""
+    rank: Literal["logprob", "majority"] = "logprob"
+    """What is best: the highest mean log probability, or the answer (last number) that most
+    candidates come to."""
     scene: Annotated[str | None, _optional("NAME", "none")] = None
     """Scene of lines that name none; groups the statistics."""
     batch_size: int = 1
@@ -146,4 +155,6 @@ class BatchOptions:
             logprobs=self.logprobs,
             seed=self.seed,
             stop=self.stop,
+            n=self.n,
+            best_of=self.best_of,
         )

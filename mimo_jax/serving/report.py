@@ -49,21 +49,25 @@ class Tally:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         return self
 
-    def add(self, output: Output | None) -> None:
-        """Counts an answer, or with None a line that has an error instead."""
+    def add(self, candidates: Sequence[Output]) -> None:
+        """Counts a line: all candidates decoded for it, in their order; none where it has an error.
+
+        Its time to the first token is the first candidate's, for which the prompt was read.
+        """
         self.num_requests += 1
-        if output is None:
+        if not candidates:
             self.num_errors += 1
             return
-        completion = output.completion
-        self.prompt_tokens += len(output.prompt_ids)
-        self.output_tokens += len(output.token_ids)
-        self.accept += output.stats
-        self.ttft_s.append(completion.ttft_s)
-        tpot = tpot_s(completion)
-        if tpot is not None:
-            self.tpot_s.append(tpot)
-        self.busy_s += completion.ttft_s + completion.decode_s
+        self.prompt_tokens += len(candidates[0].prompt_ids)
+        self.ttft_s.append(candidates[0].completion.ttft_s)
+        for output in candidates:
+            completion = output.completion
+            self.output_tokens += len(output.token_ids)
+            self.accept += output.stats
+            tpot = tpot_s(completion)
+            if tpot is not None:
+                self.tpot_s.append(tpot)
+            self.busy_s += completion.ttft_s + completion.decode_s
 
     def figures(self, run_s: float) -> dict:
         """Under the names of the JSON file; run_s is wall time without compiling."""
@@ -88,11 +92,11 @@ class JobReport:
         self.total = Tally()
         self.scenes: dict[str, Tally] = {}
 
-    def add(self, scene: str | None, output: Output | None) -> None:
-        """Counts one line; None for output is a line with an error."""
-        self.total.add(output)
+    def add(self, scene: str | None, candidates: Sequence[Output]) -> None:
+        """Counts one line, as `Tally.add`."""
+        self.total.add(candidates)
         if scene is not None:
-            self.scenes.setdefault(scene, Tally()).add(output)
+            self.scenes.setdefault(scene, Tally()).add(candidates)
 
     def to_json(self) -> dict:
         """Everything, for `joined` in another process."""

@@ -121,6 +121,8 @@ _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "stop": (_strings, "a string or a list of strings"),
     "stop_token_ids": (_ids, "a list of integers"),
     "ignore_eos": (_flag, "true or false"),
+    "n": (_integer, "an integer"),
+    "best_of": (_integer, "an integer"),
 }
 SAMPLING_FIELDS = tuple(_READERS)
 _OWN_FIELDS = ("id", "custom_id", "scene", *PROMPT_FIELDS, *CHAT_FIELDS, *SAMPLING_FIELDS)
@@ -128,7 +130,6 @@ _OPENAI_FIELDS = ("custom_id", "method", "url", "body", "scene")
 # What a body may say beside the sampling fields; see `_unpack_body`.
 _BODY_FIELDS = (
     "model",
-    "n",
     "stream",
     "user",
     "max_completion_tokens",
@@ -180,8 +181,6 @@ def _unpack_body(record: dict) -> tuple[dict, tuple[str, ...]]:
         raise _Problem(f"body is a {type(body).__name__}, expected an object")
     prompts = PROMPT_FIELDS if url is None else (*_ENDPOINTS[url], "prompt_token_ids")
     _refuse_unknown(body, (*prompts, *_BODY_FIELDS, *SAMPLING_FIELDS), " in body")
-    if body.get("n") not in (None, 1):
-        raise _Problem(f"n is {_shown(body['n'])}; allowed: 1")
     if body.get("stream") not in (None, False):
         raise _Problem(f"stream is {_shown(body['stream'])}; allowed: false")
     fields = {name: body.get(name) for name in (*prompts, *CHAT_FIELDS, *SAMPLING_FIELDS)}

@@ -17,6 +17,7 @@ from mimo_jax.decode import controller, costs
 from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.generate import generate_all
 from mimo_jax.decode.placement import Model
+from mimo_jax.decode.prefix import PromptReader, shared_borders
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.sampling import SAMPLED
 from mimo_jax.models.params import split
@@ -138,6 +139,11 @@ def test_text_is_that_of_plain_decoding(mimo, policy, batch_size):
     )
     got = generate_all(engine, requests, steps_per_group=9)
     assert [c.token_ids for c in got] == [c.token_ids for c in plain]
+    prompts = [r.prompt_ids for r in requests * 2]
+    reader = PromptReader(engine, prompts, shared_borders(prompts))
+    got = generate_all(engine, requests * 2, reader=reader, steps_per_group=9)
+    assert [c.token_ids for c in got] == [c.token_ids for c in plain * 2]
+    assert reader.num_read < sum(map(len, prompts)) * 0.7
 
 
 @pytest.mark.parametrize(("is_right", "rung"), [(True, 2), (False, 0)])

@@ -9,7 +9,7 @@ import pytest
 import mimo_jax
 from mimo_jax import LLM, ConfigError, SamplingParams
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError
-from mimo_jax.decode.llm import read_stop_ids, read_tokenizer
+from mimo_jax.decode.loading import read_stop_ids, read_tokenizer
 from mimo_jax.models.params import flatten
 from tests.golden.files import arrays
 from tests.serving.checkpoints import DRAFTER, END_ID, TARGET, make_text_checkpoint
@@ -80,6 +80,43 @@ def test_stop_string_over_two_tokens(llm):
     assert sum(output.completion.num_committed_per_step) == len(output.token_ids) - 1
 
 
+@pytest.mark.parametrize("draft", [True, False])
+def test_stop_strings_anywhere(llm, draft):
+    """One id is one byte here: stops of 1 to 11 characters begin and end at every place of a block.
+
+    The limit falls right behind the stop, into the block that holds it, or far away: the stop wins.
+    """
+    (whole,) = llm.generate(PROMPTS[1], max_tokens=48, draft=draft)
+    text = whole.text
+    ends = []
+    for i, length in enumerate((1, 2, 3, 11, 2, 5, 1, 4, 2, 3)):
+        stop = text[8 + i : 8 + i + length]
+        cut = text.find(stop)
+        for max_tokens in (48, 24, 20):
+            options = {"stop": stop, "max_tokens": max_tokens, "draft": draft}
+            (output,) = llm.generate(PROMPTS[1], **options)
+            limited = llm.tokenizer.decode(whole.token_ids[:max_tokens])
+            is_stopped = stop in limited
+            assert output.finish_reason == ("stop" if is_stopped else "length")
+            assert output.text == (limited[:cut] if is_stopped else limited)
+            assert output.token_ids == whole.token_ids[: len(output.token_ids)]
+            assert sum(output.completion.num_committed_per_step) == len(output.token_ids) - 1
+            assert "".join(llm.stream(PROMPTS[1], **options)) == output.text
+            ends.append(output.finish_reason)
+    assert {"stop", "length"} == set(ends)
+
+
+def test_a_stop_string_that_ends_with_the_last_token(llm):
+    """The limit and the stop are reached by the same token: the answer was stopped."""
+    (whole,) = llm.generate(PROMPTS[0], max_tokens=48)
+    begins = {n: llm.tokenizer.decode(whole.token_ids[:n]) for n in range(12, 40)}
+    # The first place where two characters stand that have not stood side by side before.
+    num, text = next((n, t) for n, t in begins.items() if t.find(t[-2:]) == len(t) - 2)
+    (output,) = llm.generate(PROMPTS[0], max_tokens=num, stop=text[-2:])
+    assert (output.text, output.finish_reason) == (text[:-2], "stop")
+    assert len(output.token_ids) == num
+
+
 def test_chat_and_special_stop_string(llm):
     messages = [{"role": "user", "content": "hi"}]
     prompt = llm.render_chat(messages, tools=[{}], template_kwargs={"mood": "glad"})
@@ -109,6 +146,7 @@ def test_chat_and_special_stop_string(llm):
         ([1], {"draft_block_len": 0}, r"draft_block_len 0 .* allowed: 2\.\.8"),
         ([1], {"draft_block_len": 4, "draft": False}, "draft_block_len 4 needs a drafter"),
         ([1], {"batch_size": 0}, "batch_size 0"),
+        ([1], {"zzz": 0}, "unknown argument 'zzz'"),
     ],
 )
 def test_refusals(llm, prompt, options, message):
@@ -117,6 +155,44 @@ def test_refusals(llm, prompt, options, message):
         return
     with pytest.raises(ConfigError, match=message):
         llm.generate(prompt, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logprobs": 0}, "logprobs cannot be streamed"),
+        ({"n": 2, "temperature": 1.0}, "n and best_of above 1 cannot be streamed"),
+        ({"best_of": 2, "temperature": 1.0}, "n and best_of above 1 cannot be streamed"),
+        ({"steps_per_group": 0}, "steps_per_group 0 is out of range; allowed: >= 1"),
+        ({"acceptance": "maybe"}, "rule 'maybe' is unknown; allowed: match"),
+        ({"rank": "majority"}, "unknown argument 'rank'"),
+        ({"batch_size": 2}, "unknown argument 'batch_size'"),
+    ],
+)
+def test_what_a_stream_cannot_give_is_refused_at_the_call(llm, options, message):
+    with pytest.raises(ConfigError, match=message):
+        llm.stream([1], **options)
+
+
+def test_a_path_in_place_of_models_is_one_line(unchecked_annotations):
+    with pytest.raises(ConfigError, match=r"LLM takes models in memory; LLM\.load\('here'\) reads"):
+        LLM("here")
+
+
+def test_log_probabilities_of_an_output(llm):
+    (output,) = llm.generate(PROMPTS[0], max_tokens=5, logprobs=2)
+    assert len(output.logprobs) == len(output.top_logprobs) == 5
+    assert [top[0][0] for top in output.top_logprobs] == output.token_ids  # greedy
+    assert [top[0][1] for top in output.top_logprobs] == pytest.approx(output.logprobs, abs=1e-5)
+
+
+def test_prompts_that_begin_alike_are_answered_the_same(llm):
+    """Text in, shared beginning of 64 ids: one call against calls of one prompt each."""
+    texts = [llm.tokenizer.decode(range(40, 105)) + end for end in ("a", "bc", "def", "g", "hi")]
+    alone = [llm.generate(text, max_tokens=9)[0] for text in texts]
+    together = llm.generate(texts, max_tokens=9)
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+    assert [o.stats for o in together] == [o.stats for o in alone]
 
 
 def test_chat_refusals(llm):
@@ -216,6 +292,7 @@ def test_tokenizer_must_fit_the_vocabulary(llm, tmp_path):
 
 def test_public_names():
     for name in mimo_jax._HOME:
+        assert name in mimo_jax.__dir__()
         assert getattr(mimo_jax, name).__name__ == name
     assert set(mimo_jax._HOME) < set(dir(mimo_jax))
     assert "mimo_jax.decode.llm" in sys.modules

@@ -21,6 +21,7 @@ from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.filters import filter_logits
 from mimo_jax.decode.generate import generate_all
 from mimo_jax.decode.placement import Model, place_on_mesh, shapes_on_mesh
+from mimo_jax.decode.prefix import PromptReader, shared_borders
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.sampling import ADJUSTED, FILTERED, GREEDY, SAMPLED
 from mimo_jax.layers.vocab import argmax_lowest, embed_rows
@@ -132,6 +133,23 @@ def test_text_is_that_of_one_device(models, one_device, shape, name):
     drafter = place_on_mesh(models[1], mesh) if drafts else None
     batch_size = max(2, shape[0])
     assert _texts(target, drafter, mode, fields, batch_size, **options) == one_device(name)
+
+
+def test_a_shared_beginning_on_a_mesh(models):
+    """Read once on eight devices, copied, and continued, with the drafter's half, as on one."""
+    shared = list(range(40)) + list(range(20, 48))
+    prompts = [shared + [n, 5] for n in range(5)] + [shared + [1, 5]]
+    requests = [Request(p, 12, temperature=0.9, seed=n) for n, p in enumerate(prompts)]
+    plain = Engine(*models, max_len=128, mode=SAMPLED)
+    want = generate_all(plain, requests)
+    mesh = make_mesh(DECODE, (2, 4))
+    placed = [place_on_mesh(model, mesh) for model in models]
+    engine = Engine(*placed, max_len=128, mode=SAMPLED, batch_size=2)
+    reader = PromptReader(engine, prompts, shared_borders(prompts))
+    got = generate_all(engine, requests, reader=reader)
+    assert reader.num_read == 64 + 5 * 6
+    assert [c.token_ids for c in got] == [c.token_ids for c in want]
+    assert [c.num_committed_per_step for c in got] == [c.num_committed_per_step for c in want]
 
 
 def test_a_whole_drafter_on_every_device_gives_the_same(models, one_device):

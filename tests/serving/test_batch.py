@@ -375,6 +375,89 @@ def test_log_probabilities_and_penalties_of_lines(job):
     assert e["error"] == "line 5: top_logprobs has no meaning without logprobs true"
 
 
+CANDIDATES = {"prompt_token_ids": PROMPTS[0], "max_tokens": 12, "temperature": 1.5, "seed": 3}
+
+
+def test_several_answers_per_line(job, llm, tmp_path):
+    lines = [
+        CANDIDATES | {"id": "three", "n": 3, "logprobs": 0},
+        CANDIDATES | {"id": "one of three", "best_of": 3},
+        {"custom_id": "two of three", "body": CANDIDATES | {"n": 2, "best_of": 3}},
+        CANDIDATES | {"id": "one"},
+        CANDIDATES | {"id": "greedy", "temperature": 0.0, "n": 2},
+        CANDIDATES | {"id": "less", "n": 3, "best_of": 2},
+        CANDIDATES | {"id": "none", "n": 0},
+    ]
+    metrics_file = tmp_path / "metrics.json"
+    code, records = job(lines, detailed=True, metrics_json=metrics_file)
+    assert code == 1
+    three, of_three, two, one, *errors = records
+    answers = [three, *three["alternatives"]]
+    assert len(answers) == 3
+    values = [a["score"] for a in answers]
+    assert values == sorted(values, reverse=True)
+    assert values == pytest.approx([sum(a["logprobs"]) / 12 for a in answers], abs=1e-5)
+    ids = [a["token_ids"] for a in answers]
+    assert len({tuple(i) for i in ids}) == 3
+    assert one["token_ids"] in ids  # candidate 0 has the seed of the line
+    assert "score" not in one
+    assert (of_three["token_ids"], of_three["alternatives"]) == (ids[0], [])
+    assert [two["token_ids"], two["alternatives"][0]["token_ids"]] == ids[:2]
+    assert "logprobs" not in two
+    for record in (three, of_three, two):
+        assert record["usage"] == {
+            "prompt_tokens": 16,
+            "completion_tokens": 36,
+            "total_tokens": 52,
+        }
+        assert record["accept_stats"]["num_committed"] == 33
+        assert sum(record["num_committed_per_step"]) == 11
+    messages = ("n 2 has no meaning at temperature 0", "best_of 2 is out of range", "n 0 is out")
+    for number, (record, message) in enumerate(zip(errors, messages, strict=True), start=5):
+        assert record["error"].startswith(f"line {number}: {message}")
+    metrics = json.loads(metrics_file.read_text())
+    assert (metrics["num_requests"], metrics["num_errors"]) == (7, 3)
+    assert (metrics["prompt_tokens"], metrics["output_tokens"]) == (4 * 16, 10 * 12)
+
+
+def test_several_answers_by_flags(job, tmp_path):
+    line = {"id": "a", "prompt_token_ids": PROMPTS[0], "max_tokens": 12, "seed": 3}
+    options = {"n": 2, "best_of": 3, "temperature": 1.5, "rank": "majority"}
+    code, (record,) = job([line], **options)
+    assert code == 0
+    assert record["usage"]["completion_tokens"] == 36
+    assert 0 <= record["alternatives"][0]["score"] <= record["score"] <= 1
+    for options, message in (
+        ({"n": 2}, "n 2 has no meaning at temperature 0, .* or a temperature above 0"),
+        ({"n": 3, "best_of": 2, "temperature": 1.0}, "best_of 2 is out of range"),
+        ({"n": -1}, "n -1 is out of range"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            job([line], output=tmp_path / "no", **options)
+
+
+def test_a_shared_beginning_in_a_job_that_is_continued(job, tmp_path):
+    """Conversations, text and ids behind one beginning of 64 ids or more; stopped after two lines.
+
+    What was answered counts as sharing too, so that the rest is read in the same pieces.
+    """
+    system = {"role": "system", "content": "answer briefly " * 5}
+    ask = lambda n: [system, {"role": "user", "content": "?" * n}]
+    lines = [{"id": str(n), "messages": ask(n), "max_tokens": 9} for n in range(1, 7)]
+    lines.append({"id": "text", "prompt": "system:" + system["content"] + "\nx", "max_tokens": 5})
+    code, records = job(lines)
+    assert code == 0
+    alone = [job([line], output=tmp_path / f"{line['id']}.jsonl")[1][0] for line in lines]
+    for record, single in zip(records, alone, strict=True):
+        assert record["token_ids"] == single["token_ids"]
+        assert record["accept_stats"] == single["accept_stats"]
+    output = tmp_path / "out.jsonl"
+    whole = output.read_bytes()
+    output.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
+    job(lines)
+    assert output.read_bytes() == whole
+
+
 @pytest.mark.multi_device
 def test_a_mesh_answers_the_same(llm, tmp_path):
     """Of one device each way: what is cut is tested in tests/decode/test_mesh.py."""
