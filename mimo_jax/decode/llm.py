@@ -97,6 +97,15 @@ def _replace_fields(params: SamplingParams, fields: dict[str, Any]) -> SamplingP
     return dataclasses.replace(params, **fields)
 
 
+def _draft_name(draft: bool | str) -> str:
+    """Of params.DRAFTS, for True and False too; raises ConfigError for anything else."""
+    if isinstance(draft, bool):
+        return CHAIN if draft else OFF
+    if draft not in DRAFTS:
+        raise ConfigError(f"draft {draft!r} is unknown; allowed: {', '.join(DRAFTS)}")
+    return draft
+
+
 class LLM:
     """A target, its drafter if it has one, and the text around them.
 
@@ -108,6 +117,7 @@ class LLM:
       tokenizer: None if the checkpoint has none: then prompts are token ids and text is None.
       stop_ids: The checkpoint's end-of-sequence ids.
       directory: Where it came from, or None.
+      draft: How calls draft that do not say it, see `generate`.
     """
 
     def __init__(
@@ -118,6 +128,7 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         stop_ids: tuple[int, ...] = (),
         directory: Path | None = None,
+        draft: bool | str = CHAIN,
     ):
         """Joins models that are already in memory; `LLM.load` reads a checkpoint."""
         if not isinstance(target, Model):
@@ -132,6 +143,7 @@ class LLM:
         self.target = lay_out_for_decode(target)
         self.drafter = None if drafter is None else lay_out_for_decode(drafter)
         self.tokenizer, self.stop_ids, self.directory = tokenizer, stop_ids, directory
+        self.draft = _draft_name(draft)
         self._engines: dict[tuple, Engine] = {}  # by shape and mode
         self._template: str | None = None
         self._special_ids: dict[str, int] = {}
@@ -147,6 +159,7 @@ class LLM:
         dtype: str = "float32",
         *,
         mesh: Mesh | None = None,
+        draft: bool | str = CHAIN,
         has_whole_drafter: bool = False,
         qkv_layout: str | None = None,
         on_progress: Callable[[int, int], object] = lambda done_bytes, total_bytes: None,
@@ -161,6 +174,7 @@ class LLM:
           dtype: Of weights and caches, "float32" or "bfloat16" (slow on CPUs, see the module).
           mesh: Devices to cut the models over, from `make_mesh(DECODE, (1, 8))` or the like; every
             device's part is read directly. None = one device.
+          draft: How calls draft that do not say it themselves, see `generate`.
           has_whole_drafter: Keep the drafter whole on every device of the mesh: for one whose heads
             do not divide. `python -m mimo_jax.plan` says which is faster.
           qkv_layout: "plain" for MiMo files re-exported with a fused qkv of rows [Q; K; V], which
@@ -187,6 +201,7 @@ class LLM:
             tokenizer=loaded.tokenizer,
             stop_ids=loaded.stop_ids,
             directory=loaded.directory,
+            draft=draft,
         )
 
     def __repr__(self) -> str:
@@ -303,7 +318,7 @@ class LLM:
         jobs: Sequence[Job],
         *,
         batch_size: int = 1,
-        draft: bool | str = CHAIN,
+        draft: bool | str | None = None,
         draft_block_len: int | None = None,
         max_verify_nodes: int | None = None,
         acceptance: str = MATCH,
@@ -313,7 +328,8 @@ class LLM:
         Args:
           jobs: At least one.
           batch_size: Rows decoded at once, >= 1.
-          draft: Of `params.DRAFTS`, or whether to draft at all; nothing without a drafter.
+          draft: Of `params.DRAFTS`, or whether to draft at all; nothing without a drafter. None =
+            as this LLM does.
           draft_block_len: 2.. up to what the drafter was trained for; None = that.
           max_verify_nodes: Nodes of a tree, the anchor included; None = tree.NUM_NODES.
           acceptance: Rule of `accept.RULES` for drafts.
@@ -323,10 +339,7 @@ class LLM:
         """
         if batch_size < 1:
             raise ConfigError(f"batch_size {batch_size} is out of range; allowed: >= 1")
-        if isinstance(draft, bool):
-            draft = CHAIN if draft else OFF
-        if draft not in DRAFTS:
-            raise ConfigError(f"draft {draft!r} is unknown; allowed: {', '.join(DRAFTS)}")
+        draft = self.draft if draft is None else _draft_name(draft)
         drafter = None if draft == OFF else self.drafter
         policy = {AUTO: controller.COSTS, PROFILE: controller.PROFILE}.get(draft)
         trained = self.trained_block_len
@@ -385,7 +398,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         seed: int | Sequence[int] | None = None,
-        draft: bool | str = CHAIN,
+        draft: bool | str | None = None,
         draft_block_len: int | None = None,
         max_verify_nodes: int | None = None,
         acceptance: str = MATCH,
@@ -404,8 +417,8 @@ class LLM:
           seed: Of every answer, or one seed per prompt (to sample a prompt several times).
           draft: "chain" drafts full blocks if there is a drafter, "tree" many continuations at
             once, "auto" what pays on this device, "profile" as long blocks as the accept length
-            allows, "off" none; True and False are "chain" and "off". The answers are the same, only
-            faster or slower.
+            allows, "off" none; True and False are "chain" and "off"; None = as this LLM does. The
+            answers are the same, only faster or slower.
           draft_block_len: 2.. up to what the drafter was trained for; None = that.
           max_verify_nodes: Nodes of a tree, the anchor included; None = 16.
           acceptance: "match", or "rejection" or "block" for drafts that are sampled themselves:
@@ -486,7 +499,7 @@ class LLM:
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         *,
-        draft: bool | str = CHAIN,
+        draft: bool | str | None = None,
         draft_block_len: int | None = None,
         acceptance: str = MATCH,
         steps_per_group: int = 4,

@@ -15,6 +15,10 @@ A prompt is always read in the pieces that its borders make, whether or not a me
 its rounding depends on the borders alone. Other pieces round in another way: the text is that of
 reading whole, up to near ties.
 
+Whatever belongs to one row is not in a memory: penalties look at the row's own prompt, log
+probabilities begin with its first token, and an adaptive row's controller and the features it keeps
+aside begin after its prompt. On a mesh a memory is cut as a row is.
+
 Rejected: a tree of pages shared between rows, which saves the copy of a row (0.7 ms) and makes
 every attention of every step look its keys up.
 """

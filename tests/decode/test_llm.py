@@ -207,6 +207,19 @@ def test_max_tokens_ends_at_the_context(llm):
     assert job.request.max_tokens == 12
 
 
+def test_how_an_llm_drafts_where_a_call_does_not_say(llm):
+    plain = LLM(llm.target, llm.drafter, draft=False)
+    job = plain.make_job([1] * 10, SamplingParams(max_tokens=5))
+    assert (plain.draft, llm.draft) == ("off", "chain")
+    assert plain.open_engine([job]).drafter is None
+    assert plain.open_engine([job], draft="profile").policy == "profile"
+    for wrong in ({"draft": "often"}, {"draft": ""}):
+        with pytest.raises(ConfigError, match=r"draft '.*' is unknown; allowed: off, chain, auto"):
+            LLM(llm.target, llm.drafter, **wrong)
+        with pytest.raises(ConfigError, match=r"draft '.*' is unknown; allowed: off, chain, auto"):
+            llm.generate([1], **wrong)
+
+
 def test_engines_are_kept_and_shared(llm):
     job = lambda **params: llm.make_job([1] * 10, SamplingParams(**params))
     engine = llm.open_engine([job(max_tokens=5)])
