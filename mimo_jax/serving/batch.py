@@ -281,7 +281,7 @@ def _describe_run(
         "dtype": llm.dtype,
         "draft": (options.draft or CHAIN) if has_draft else OFF,
         "acceptance": engine.rule if engine else None,
-        "step_s_by_block_len": _step_times(engine),
+        "step_s_by_rung": _step_times(engine),
         "draft_block_len": engine.draft_block_len if engine else None,
         "max_verify_nodes": engine.max_verify_nodes if engine else None,
         "batch_size": engine.batch_size if engine else None,

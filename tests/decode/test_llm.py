@@ -214,10 +214,23 @@ def test_how_an_llm_drafts_where_a_call_does_not_say(llm):
     assert plain.open_engine([job]).drafter is None
     assert plain.open_engine([job], draft="profile").policy == "profile"
     for wrong in ({"draft": "often"}, {"draft": ""}):
-        with pytest.raises(ConfigError, match=r"draft '.*' is unknown; allowed: off, chain, auto"):
+        with pytest.raises(ConfigError, match=r"draft '.*' is unknown; allowed: off, chain, tree, auto"):
             LLM(llm.target, llm.drafter, **wrong)
-        with pytest.raises(ConfigError, match=r"draft '.*' is unknown; allowed: off, chain, auto"):
+        with pytest.raises(ConfigError, match=r"draft '.*' is unknown; allowed: off, chain, tree, auto"):
             llm.generate([1], **wrong)
+
+
+def test_trees(llm):
+    job = llm.make_job([1] * 10, SamplingParams(max_tokens=5))
+    assert llm.open_engine([job], draft="tree").max_verify_nodes == 16
+    assert llm.open_engine([job], draft="tree", max_verify_nodes=9).max_verify_nodes == 9
+    assert llm.open_engine([job]).max_verify_nodes is None
+    auto = llm.open_engine([job], draft="auto")
+    assert (auto.policy, auto.rung_names) == ("costs", ("1", "4", "8", "tree of 16"))
+    by_samples = llm.open_engine([job], draft="auto", acceptance="block")
+    assert by_samples.rung_names == ("1", "4", "8")
+    with pytest.raises(ConfigError, match="max_verify_nodes is of trees; allowed with draft tree"):
+        llm.open_engine([job], max_verify_nodes=9)
 
 
 def test_engines_are_kept_and_shared(llm):

@@ -350,8 +350,8 @@ def test_drafting_by_cost_or_profile_answers_the_same(job, tmp_path):
         assert [record["token_ids"] for record in records] == ANSWERS
         run = json.loads(metrics.read_text())["run"]
         assert run["draft"] == draft
-        times = run["step_s_by_block_len"]
-        assert (set(times or ()) == {"1", "4", "8"}) == (draft == "auto")
+        times = run["step_s_by_rung"]
+        assert (set(times or ()) == {"1", "4", "8", "tree of 16"}) == (draft == "auto")
 
 
 def test_log_probabilities_and_penalties_of_lines(job):
