@@ -12,12 +12,12 @@ after each plain step, whose tenth its small operations would be.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from mimo_jax.cache import KVCache
 from mimo_jax.decode import controller
 from mimo_jax.decode.step import (
     BlockDrafter,
@@ -45,11 +45,12 @@ def empty_pending(batch_size: int, context_width: int, dtype) -> Pending:
 
 def flush(
     drafter: BlockDrafter,
-    cache: KVCache,
+    cache: Any,
     pending: Pending,
+    tokens: Int[Array, "b s"],
     anchor_pos: Int[Array, "b"],
     is_wanted: Bool[Array, ""],
-) -> tuple[KVCache, Pending]:
+) -> tuple[Any, Pending]:
     """(memory, nothing pending) where wanted: moves what was kept aside into the drafter's memory.
 
     In pieces, as a loop: a branch would copy the memory on XLA:CPU. What a row has less than
@@ -61,7 +62,9 @@ def flush(
         offset, cache = carry
         features = jax.lax.dynamic_slice_in_dim(pending.features, offset, PIECE_LEN, axis=1)
         place = jnp.minimum(start + offset, anchor_pos)
-        return offset + PIECE_LEN, drafter.inject_context(cache, features, place)
+        positions = place[:, None] + jnp.arange(PIECE_LEN, dtype=jnp.int32)[None, :]
+        ids = jnp.take_along_axis(tokens, jnp.minimum(positions, tokens.shape[1] - 1), axis=1)
+        return offset + PIECE_LEN, drafter.inject_context(cache, features, ids, place)
 
     none = jnp.zeros((), jnp.int32)
     cache = jax.lax.while_loop(lambda carry: carry[0] < num.max(), piece, (none, cache))[1]
@@ -133,7 +136,7 @@ def run_adaptive_steps(
         num_done, running, state = jax.lax.while_loop(goes_on, plain_body, start)
         is_full = num_done == last
         cache, pending = flush(
-            drafter, state.drafter_cache, state.pending, state.length - 1, is_full
+            drafter, state.drafter_cache, state.pending, state.tokens, state.length - 1, is_full
         )
         control = controller.observe_plain(state.control, state.num_steps - before.num_steps)
         state = dataclasses.replace(state, control=control, drafter_cache=cache, pending=pending)
@@ -145,8 +148,9 @@ def run_adaptive_steps(
         num_done, _, _, rung, state = carry
         is_running = ~state.is_done
         assert state.pending is not None
+        always = jnp.ones((), bool)
         cache, pending = flush(
-            drafter, state.drafter_cache, state.pending, state.length - 1, jnp.ones((), bool)
+            drafter, state.drafter_cache, state.pending, state.tokens, state.length - 1, always
         )
         state = dataclasses.replace(state, drafter_cache=cache, pending=pending)
         result = speculative_step(

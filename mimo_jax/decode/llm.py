@@ -28,7 +28,7 @@ from mimo_jax.checkpoint.hf_drafter import find_drafter, load_drafter
 from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.checkpoint.json_config import read_json
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError, nearest
-from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
+from mimo_jax.config import ConfigError, DraftConfig, TargetConfig
 from mimo_jax.decode import controller
 from mimo_jax.decode.accept import MATCH
 from mimo_jax.decode.engine import (
@@ -162,7 +162,7 @@ class LLM:
     def __init__(
         self,
         target: Model[TargetConfig],
-        drafter: Model[DrafterConfig] | None = None,
+        drafter: Model[DraftConfig] | None = None,
         *,
         tokenizer: Tokenizer | None = None,
         stop_ids: tuple[int, ...] = (),

@@ -143,13 +143,19 @@ class Drafter(nnx.Module):
         return ContextKV(tuple(k for k, _ in pairs), tuple(v for _, v in pairs))
 
     def inject_context(
-        self, cache: kv.KVCache, context_features: Float[Array, "b t c"], start: Int[Array, "b"]
+        self,
+        cache: kv.KVCache,
+        context_features: Float[Array, "b t c"],
+        token_ids: Int[Array, "b t"],
+        start: Int[Array, "b"],
     ) -> kv.KVCache:
         """Writes the context K/V of one verified block, positions start .. start+t-1.
 
+        The ids of these positions are for other drafters; features alone say enough here.
         Rejected positions may be included: they stand at or past the next anchor, where no query
         looks, and are overwritten by the next block.
         """
+        del token_ids
         t = context_features.shape[1]
         positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
         context = self.project_context(context_features, positions)
@@ -164,10 +170,12 @@ class Drafter(nnx.Module):
         self,
         cache: kv.KVCache,
         context_features: Float[Array, "b t c"],
+        token_ids: Int[Array, "b t"],
         start: Int[Array, "b"],
         num_valid: Int[Array, "b"],
     ) -> kv.KVCache:
         """As `inject_context` for a prompt chunk of any length, padded on the right."""
+        del token_ids
         t = context_features.shape[1]
         positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
         context = self.project_context(context_features, positions)
