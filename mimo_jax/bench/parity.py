@@ -76,7 +76,7 @@ def forward_arrays(
         here = jnp.full((rows,), anchor, jnp.int32)
         cache = drafter.make_cache(rows, num_tokens + m1, m1)
         cache = drafter.inject_prompt(
-            cache, context_features, ids, jnp.zeros_like(here), here
+            target, cache, context_features, ids, jnp.zeros_like(here), here
         )
         block = drafter.embed_block(target, anchors, m1)
         hidden = drafter.draft_hidden(block, cache, here, jnp.full((rows,), m1, jnp.int32))

@@ -44,6 +44,7 @@ def empty_pending(batch_size: int, context_width: int, dtype) -> Pending:
 
 
 def flush(
+    target: Target,
     drafter: BlockDrafter,
     cache: Any,
     pending: Pending,
@@ -64,7 +65,9 @@ def flush(
         place = jnp.minimum(start + offset, anchor_pos)
         positions = place[:, None] + jnp.arange(PIECE_LEN, dtype=jnp.int32)[None, :]
         ids = jnp.take_along_axis(tokens, jnp.minimum(positions, tokens.shape[1] - 1), axis=1)
-        return offset + PIECE_LEN, drafter.inject_context(cache, features, ids, place)
+        return offset + PIECE_LEN, drafter.inject_context(
+            target, cache, features, ids, place
+        )
 
     none = jnp.zeros((), jnp.int32)
     cache = jax.lax.while_loop(lambda carry: carry[0] < num.max(), piece, (none, cache))[1]
@@ -126,6 +129,11 @@ def run_adaptive_steps(
         state = commit(state, result, target.mesh_axis)
         return num_done + 1, num_running(state, row_axis), state
 
+    def flush_all(state: DecodeState, is_wanted):
+        assert state.pending is not None
+        memory = (state.drafter_cache, state.pending, state.tokens)
+        return flush(target, drafter, *memory, state.length - 1, is_wanted)
+
     def plainly(carry):
         """Plain steps until as many features are kept as there is room for."""
         num_done, running, _, _, before = carry
@@ -135,9 +143,7 @@ def run_adaptive_steps(
         start = (num_done, running, before)
         num_done, running, state = jax.lax.while_loop(goes_on, plain_body, start)
         is_full = num_done == last
-        cache, pending = flush(
-            drafter, state.drafter_cache, state.pending, state.tokens, state.length - 1, is_full
-        )
+        cache, pending = flush_all(state, is_full)
         control = controller.observe_plain(state.control, state.num_steps - before.num_steps)
         state = dataclasses.replace(state, control=control, drafter_cache=cache, pending=pending)
         state, rung, width = pick(state)
@@ -147,11 +153,7 @@ def run_adaptive_steps(
         """One block."""
         num_done, _, _, rung, state = carry
         is_running = ~state.is_done
-        assert state.pending is not None
-        always = jnp.ones((), bool)
-        cache, pending = flush(
-            drafter, state.drafter_cache, state.pending, state.tokens, state.length - 1, always
-        )
+        cache, pending = flush_all(state, jnp.ones((), bool))
         state = dataclasses.replace(state, drafter_cache=cache, pending=pending)
         result = speculative_step(
             target,

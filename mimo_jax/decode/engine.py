@@ -244,7 +244,7 @@ class Engine:
             )
             if drafter is not None:
                 drafter_cache = drafter.inject_prompt(
-                    drafter_cache, out.context_features, token_ids, start, num_valid
+                    target, drafter_cache, out.context_features, token_ids, start, num_valid
                 )
             next_pos = (start + num_valid)[:, None]
             axis, logits, logprobs = target.mesh_axis, out.logits, None

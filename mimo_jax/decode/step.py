@@ -135,11 +135,13 @@ class BlockDrafter(Protocol):
         """Empty context memory."""
         ...
 
-    def inject_prompt(self, cache, context_features, token_ids, start, num_valid) -> Any:
+    def inject_prompt(
+        self, target, cache, context_features, token_ids, start, num_valid
+    ) -> Any:
         """Context memory with a prompt chunk's features and the ids of the same positions."""
         ...
 
-    def inject_context(self, cache, context_features, token_ids, start) -> Any:
+    def inject_context(self, target, cache, context_features, token_ids, start) -> Any:
         """Context memory with a verified block's features and the ids of the same positions."""
         ...
 
@@ -311,7 +313,7 @@ def speculative_step(
     assert out.cache is not None
     assert out.context_features is not None  # taps were asked for
     drafter_cache = drafter.inject_context(
-        state.drafter_cache, out.context_features, block, start
+        target, state.drafter_cache, out.context_features, block, start
     )
     logprobs = _logprobs(out.logits, emitted, state, axis)
     return StepResult(emitted, num_accepted, active_len - 1, logprobs, out.cache, drafter_cache)

@@ -144,6 +144,7 @@ class Drafter(nnx.Module):
 
     def inject_context(
         self,
+        target: object,
         cache: kv.KVCache,
         context_features: Float[Array, "b t c"],
         token_ids: Int[Array, "b t"],
@@ -151,11 +152,11 @@ class Drafter(nnx.Module):
     ) -> kv.KVCache:
         """Writes the context K/V of one verified block, positions start .. start+t-1.
 
-        The ids of these positions are for other drafters; features alone say enough here.
+        Target and ids are for drafters that read embeddings; features alone say enough here.
         Rejected positions may be included: they stand at or past the next anchor, where no query
         looks, and are overwritten by the next block.
         """
-        del token_ids
+        del target, token_ids
         t = context_features.shape[1]
         positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
         context = self.project_context(context_features, positions)
@@ -168,6 +169,7 @@ class Drafter(nnx.Module):
 
     def inject_prompt(
         self,
+        target: object,
         cache: kv.KVCache,
         context_features: Float[Array, "b t c"],
         token_ids: Int[Array, "b t"],
@@ -175,7 +177,7 @@ class Drafter(nnx.Module):
         num_valid: Int[Array, "b"],
     ) -> kv.KVCache:
         """As `inject_context` for a prompt chunk of any length, padded on the right."""
-        del token_ids
+        del target, token_ids
         t = context_features.shape[1]
         positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
         context = self.project_context(context_features, positions)

@@ -40,7 +40,9 @@ def programs(config: DrafterConfig) -> Programs:
     graph, _ = nnx.split(nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0))))
 
     def method(name):
-        return jax.jit(lambda params, *args: getattr(nnx.merge(graph, params), name)(*args))
+        no_target = (None,) if name.startswith("inject_") else ()
+        run = lambda params, *args: getattr(nnx.merge(graph, params), name)(*no_target, *args)
+        return jax.jit(run)
 
     def fuse(params, features):
         drafter = nnx.merge(graph, params)
