@@ -9,7 +9,7 @@ and another RoPE base than its global layers, so the geometry belongs to the *ki
 """
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 GLOBAL = "global"
 SLIDING = "sliding"
@@ -217,6 +217,7 @@ class TargetConfig:
         return self.attention[self.layer_kinds[layer_idx]]
 
 
+@runtime_checkable
 class DraftConfig(Protocol):
     """What the decode loop reads of a drafter's config, whatever kind of drafter it is."""
 
