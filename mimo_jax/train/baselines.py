@@ -39,15 +39,16 @@ def eagle_config(like: DrafterConfig, target: TargetConfig) -> EagleConfig:
 
     Its taps are the second layer, the one below the middle and the last but one.
 
-    Example: six layers -> taps 1, 3, 4.
+    Example: six layers -> taps 1, 3, 4; four -> 0, 1, 2.
     """
-    last = target.num_layers - 2
+    high = target.num_layers - 2
+    middle = min(target.num_layers // 2, high - 1)
     window = like.windows[0] or target.max_position
     return EagleConfig(
         hidden_size=like.hidden_size,
         attention=dataclasses.replace(like.attention, window=window),
         dense_hidden_size=like.dense_hidden_size,
-        target_layer_ids=(1, min(target.num_layers // 2, last - 1), last),
+        target_layer_ids=(min(1, middle - 1), middle, high),
         num_target_layers=target.num_layers,
         draft_block_len=like.draft_block_len,
         norm_eps=like.norm_eps,
