@@ -3,6 +3,8 @@
 Used by tests. Dimensions are pairwise distinct, so that a swapped axis cannot pass.
 """
 
+import dataclasses
+
 from mimo_jax.config import (
     GLOBAL,
     SLIDING,
@@ -11,6 +13,7 @@ from mimo_jax.config import (
     MoeConfig,
     TargetConfig,
 )
+from mimo_jax.models.eagle import EagleConfig
 
 
 def tiny_target(*, window: int = 10, vocab_size: int = 61) -> TargetConfig:
@@ -58,6 +61,19 @@ def tiny_drafter(*, window: int | None = 11, vocab_size: int = 61) -> DrafterCon
         vocab_size=vocab_size,
         windows=(window, window),
         max_position=512,
+    )
+
+
+def tiny_eagle() -> EagleConfig:
+    """An EAGLE-3 drafter that fits `tiny_target`; four drafts."""
+    attention = dataclasses.replace(tiny_drafter().attention, window=11)
+    return EagleConfig(
+        hidden_size=28,
+        attention=attention,
+        dense_hidden_size=33,
+        target_layer_ids=(0, 2, 3),
+        num_target_layers=4,
+        draft_block_len=5,
     )
 
 

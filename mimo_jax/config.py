@@ -9,6 +9,7 @@ and another RoPE base than its global layers, so the geometry belongs to the *ki
 """
 
 import dataclasses
+from typing import Protocol, runtime_checkable
 
 GLOBAL = "global"
 SLIDING = "sliding"
@@ -214,6 +215,30 @@ class TargetConfig:
 
     def layer_attention(self, layer_idx: int) -> AttentionConfig:
         return self.attention[self.layer_kinds[layer_idx]]
+
+
+@runtime_checkable
+class DraftConfig(Protocol):
+    """What the decode loop reads of a drafter's config, whatever kind of drafter it is."""
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """Layers of the target whose output it is given, 0-based."""
+        ...
+
+    @property
+    def draft_block_len(self) -> int:
+        """Longest block: the anchor and its proposals."""
+        ...
+
+    @property
+    def context_width(self) -> int:
+        """Width of what it is given per position (`c`)."""
+        ...
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """Raises ConfigError if it was made for another target."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

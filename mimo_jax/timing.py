@@ -2,7 +2,7 @@
 
 JAX returns before the device has finished, compiles at the first call, and shares its cores with
 whatever else runs. A duration taken without care measures dispatch, compilation or the neighbour.
-So there are three tools, and `tests/test_architecture.py` keeps other modules from reading the
+So there are four tools, and `tests/test_architecture.py` keeps other modules from reading the
 clock themselves:
 
 - `measure` times one function: warm-up calls first, each result waited for, all durations kept.
@@ -10,6 +10,7 @@ clock themselves:
   hits all of them, and the ratio is taken inside each round. Two separate `measure` calls minutes
   apart can differ by more than the effect one looks for.
 - `Stopwatch` times a stretch of straight-line code, such as a training step with its host work.
+- `cpu_seconds` counts processor time, for work that must cost the same on a shared machine.
 
 Medians and minima are reported, never means: one long pause would move a mean. The spread tells
 how far to trust the median; quote both.
@@ -28,6 +29,11 @@ from typing import Any
 import jax
 
 _clock = time.perf_counter  # Replaced in tests by a clock that the test moves.
+
+
+def cpu_seconds() -> float:
+    """Processor seconds of this process so far, all its threads together; take differences."""
+    return time.process_time()
 
 
 @dataclasses.dataclass(frozen=True)

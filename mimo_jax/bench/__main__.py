@@ -1,4 +1,4 @@
-"""`python -m mimo_jax.bench decode|prefix|load`: tables on the terminal, JSON beside them."""
+"""`python -m mimo_jax.bench decode|drafters|prefix|load`: tables on the terminal, JSON beside."""
 
 import dataclasses
 import json
@@ -60,6 +60,33 @@ class Prefix:
 
 
 @dataclasses.dataclass(frozen=True)
+class Drafters:
+    """DFlash, several passes, EAGLE-3 and MTP heads on one target, trained equally long.
+
+    Trains each kind for --seconds of processor time (kept, resumed and reused), then measures for
+    about 10 minutes on 2 cores.
+    """
+
+    checkpoint: Path = Path("assets/mimo-nano")
+    """Checkpoint directory with a DFlash drafter in dflash/, which gives the others their shape."""
+    prompts: Path = Path("assets/prompts")
+    """Directory of held-out prompts, SCENE.jsonl."""
+    directory: Path = Path("out/bench/drafters")
+    """Where trained drafters are kept."""
+    text: Path = Path("out/bench/drafters/text")
+    """The target's own answers as training rows; made if missing. Another home of them is the
+    directory regenerate/ of a training run of this target."""
+    seconds: float = 480.0
+    """Processor seconds of training per drafter."""
+    num_prompts: int = 20
+    """Prompts per scene."""
+    max_tokens: int = 200
+    """Longest answer."""
+    json: Path | None = Path("out/bench/drafters.json")
+    """Where the figures are written."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Load:
     """Rate and memory of reading a checkpoint into 8 virtual CPU devices, against dd."""
 
@@ -73,12 +100,11 @@ class Load:
 
 def main() -> int:
     arguments = tyro.extras.subcommand_cli_from_dict(
-        {"decode": Decode, "prefix": Prefix, "load": Load},
+        {"decode": Decode, "drafters": Drafters, "prefix": Prefix, "load": Load},
         description="Measures: tables on the terminal, JSON beside.",
     )
-    if isinstance(arguments, Prefix):
-        return run_prefix(arguments)
-    return run_load(arguments) if isinstance(arguments, Load) else run_decode(arguments)
+    runs = {Decode: run_decode, Drafters: run_drafters, Prefix: run_prefix, Load: run_load}
+    return runs[type(arguments)](arguments)
 
 
 def run_prefix(arguments: Prefix) -> int:
@@ -138,9 +164,11 @@ def run_load(arguments: Load) -> int:
     return 0
 
 
-def _table(title: str, rows: dict[str, dict], columns: dict[str, str]) -> Table:
+def _table(
+    title: str, rows: dict[str, dict], columns: dict[str, str], of: str = "scene"
+) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column("scene")
+    table.add_column(of)
     for name in columns:
         table.add_column(name.replace("_", " "), justify="right")
     for scene, row in rows.items():
@@ -229,6 +257,70 @@ def run_decode(arguments: Decode) -> int:
         request = next(iter(requests(1, 0.0).values()))[0]
         results["loop"] = bench.steps_per_call(target, drafter, request, max_len)
         console.print(f"Milliseconds per round by rounds per call: {results['loop']}")
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        console.print(f"written to {arguments.json}")
+    return 0
+
+
+def run_drafters(arguments: Drafters) -> int:
+    """Trains or takes up every drafter, measures, prints and writes the JSON."""
+    from mimo_jax.bench import drafters_bench as bench
+    from mimo_jax.bench.decode_bench import load_models, read_requests
+    from mimo_jax.checkpoint.safetensors_reader import CheckpointError
+    from mimo_jax.text.tokenizer import Tokenizer
+    from mimo_jax.train.loop import progress_bar
+    from mimo_jax.train.provenance import machine
+
+    console = Console()
+    try:
+        target, embedded = load_models(arguments.checkpoint)
+        tokenizer = Tokenizer.from_file(arguments.checkpoint)
+    except (CheckpointError, OSError, ValueError) as error:
+        console.print(f"bench: {error}")
+        return 2
+    lines = [line for path in arguments.prompts.glob("*.jsonl") for line in path.open()]
+    heldout = {json.loads(line)["prompt"] for line in lines}
+    with progress_bar() as bar:
+        tasks = {}
+
+        def on_progress(scene: str, count: int, quota: int) -> None:
+            if scene not in tasks:
+                tasks[scene] = bar.add_task(f"answers {scene}", total=quota, figures="tokens")
+            bar.update(tasks[scene], completed=count)
+
+        rows = bench.answer_rows(target, tokenizer, arguments.text, heldout, on_progress)
+    found = bench.contenders(target, embedded, rows, arguments.seconds, arguments.directory)
+    requests = read_requests(
+        arguments.prompts, tokenizer, arguments.num_prompts, arguments.max_tokens, 0.0
+    )
+    with progress_bar() as bar:
+        total = 2 * sum(len(scene) for scene in requests.values())
+        task = bar.add_task("measuring", total=total, figures="")
+        rows = bench.compare(
+            target,
+            found,
+            requests,
+            max_len=target.config.max_position,
+            on_progress=lambda: bar.advance(task),
+        )
+    columns = {
+        "tau": ".2f",
+        "draft_ms": ".3f",
+        "verify_ms": ".3f",
+        "step_ms": ".3f",
+        "tokens_per_s": ",.0f",
+        "over_plain": ".2f",
+        "cpu_s": ".0f",
+        "parameters": ",d",
+        "identical": "",
+    }
+    console.print(_table("Drafters, greedy, batch 1", rows, columns, of="drafter"))
+    scenes = {name: row["scenes"] for name, row in rows.items()}
+    columns = dict.fromkeys(requests, ".2f")
+    console.print(_table("Accept length by scene", scenes, columns, of="drafter"))
+    results = {"machine": machine(), "seconds": arguments.seconds, "drafters": rows}
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")

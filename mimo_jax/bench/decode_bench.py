@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mimo_jax.bench.race import race
 from mimo_jax.checkpoint.hf_drafter import load_drafter
 from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.config import GLOBAL, AttentionConfig, DrafterConfig, TargetConfig
@@ -36,7 +37,7 @@ from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import split
 from mimo_jax.models.target import Target
 from mimo_jax.text.tokenizer import Tokenizer
-from mimo_jax.timing import Stopwatch, alternate
+from mimo_jax.timing import alternate
 
 DEFAULT_STOP_IDS = (0, 2)  # of the embedded default; a line may have its own
 SEED_SCENES = {"agent": 4.29, "math": 5.56, "code": 6.30}  # accept lengths claimed at 1.02T
@@ -118,43 +119,20 @@ def speeds(
         "plain": Engine(target, max_len=max_len),
         "dflash": Engine(target, drafter, max_len=max_len),
     }
-    for scene_requests in requests.values():  # compile every prompt bucket before the clock
-        for engine in engines.values():
-            for request in scene_requests:
-                engine.prefill(request)
-            generate_all(engine, scene_requests[:1])
     rows = {}
-    for scene, scene_requests in requests.items():
-        total_s = dict.fromkeys(engines, 0.0)
-        decode_s = dict.fromkeys(engines, 0.0)
-        steps = dict.fromkeys(engines, 0)
-        num_tokens, identical = 0, True
-        for number, request in enumerate(scene_requests):
-            answers = {}
-            names = list(engines) if number % 2 else list(engines)[::-1]
-            for name in names:
-                with Stopwatch() as watch:
-                    (answers[name],) = generate_all(
-                        engines[name], [request], steps_per_group=request.max_tokens
-                    )
-                total_s[name] += watch.elapsed_s
-                decode_s[name] += answers[name].decode_s
-                steps[name] += len(answers[name].num_committed_per_step)
-            identical &= answers["plain"].token_ids == answers["dflash"].token_ids
-            num_tokens += len(answers["plain"].token_ids)
-        num_decoded = num_tokens - len(scene_requests)
-        step_ms = {name: decode_s[name] / max(steps[name], 1) * 1e3 for name in engines}
+    for scene, laps in race(engines, requests).items():
+        plain, dflash = laps["plain"], laps["dflash"]
         rows[scene] = {
-            "plain_tokens_per_s": num_decoded / decode_s["plain"],
-            "dflash_tokens_per_s": num_decoded / decode_s["dflash"],
-            "speedup": decode_s["plain"] / decode_s["dflash"],
-            "speedup_with_prefill": total_s["plain"] / total_s["dflash"],
-            "tau": num_decoded / steps["dflash"],
-            "plain_step_ms": step_ms["plain"],
-            "dflash_round_ms": step_ms["dflash"],
-            "break_even_tau": step_ms["dflash"] / step_ms["plain"],
-            "identical": identical,
-            "num_prompts": len(scene_requests),
+            "plain_tokens_per_s": plain.tokens_per_s,
+            "dflash_tokens_per_s": plain.num_decoded / dflash.decode_s,
+            "speedup": plain.decode_s / dflash.decode_s,
+            "speedup_with_prefill": plain.total_s / dflash.total_s,
+            "tau": plain.num_decoded / dflash.num_steps,
+            "plain_step_ms": plain.step_ms,
+            "dflash_round_ms": dflash.step_ms,
+            "break_even_tau": dflash.step_ms / plain.step_ms,
+            "identical": dflash.identical,
+            "num_prompts": len(requests[scene]),
         }
     return rows
 

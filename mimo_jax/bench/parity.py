@@ -71,14 +71,18 @@ def forward_arrays(
     features = np.concatenate([layer_out[i] for i in draft_config.target_layer_ids], axis=-1)
 
     @jax.jit
-    def draft(params, draft_params, context_features, anchors):
+    def draft(params, draft_params, context_features, ids, anchors):
         target, drafter = nnx.merge(graph, params), nnx.merge(draft_graph, draft_params)
         here = jnp.full((rows,), anchor, jnp.int32)
         cache = drafter.make_cache(rows, num_tokens + m1, m1)
-        cache = drafter.inject_prompt(cache, context_features, jnp.zeros_like(here), here)
+        cache = drafter.inject_prompt(
+            target, cache, context_features, ids, jnp.zeros_like(here), here
+        )
         block = drafter.embed_block(target, anchors, m1)
         hidden = drafter.draft_hidden(block, cache, here, jnp.full((rows,), m1, jnp.int32))
         return target.unembed(hidden, draft_config.vocab_size)
 
-    logits = draft(params, draft_params, features[:, :anchor], token_ids[:, anchor])
+    logits = draft(
+        params, draft_params, features[:, :anchor], token_ids[:, :anchor], token_ids[:, anchor]
+    )
     return arrays | {"block_logits": np.asarray(logits)}

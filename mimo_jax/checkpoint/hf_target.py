@@ -27,7 +27,7 @@ from mimo_jax.checkpoint.layout import memory_layout
 from mimo_jax.checkpoint.name_map import FLOAT32, Leaf
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError, SafetensorsDir
 from mimo_jax.config import SLIDING, TargetConfig
-from mimo_jax.models.mtp import MtpHead, mtp_layer_config
+from mimo_jax.models.mtp import MtpConfig, MtpHead, mtp_drafter, mtp_layer_config
 from mimo_jax.models.params import abstract, flatten, unflatten
 from mimo_jax.models.target import Target
 
@@ -287,6 +287,40 @@ def load_mtp_heads(directory: str | os.PathLike, dtype=None, *, qkv_layout: str 
         graph, like = abstract(lambda: MtpHead(config, rngs=nnx.Rngs(0), dtype=dtype))
         heads.append((graph, unflatten(like, flat)))
     return heads
+
+
+def load_mtp_drafter(
+    directory: str | os.PathLike,
+    dtype=None,
+    *,
+    draft_block_len: int | None = None,
+    is_chained: bool = False,
+    qkv_layout: str | None = None,
+):
+    """The MTP heads of a published checkpoint directory as a drafter.
+
+    Args:
+      directory: As `load_target`.
+      dtype: As `load_target`.
+      draft_block_len: Anchor and drafts; default a draft for each head.
+      is_chained: Draft with the first head alone, fed back its own state.
+      qkv_layout: As `load_target`.
+
+    Returns:
+      (MtpConfig, graph, params).
+
+    Raises:
+      CheckpointError: One line naming file and key; also if the files hold no heads.
+      ConfigError: If the block is longer than the heads draft.
+
+    Example: `LLM(Model(*load_target(d)), Model(*load_mtp_drafter(d)))`.
+    """
+    heads = [params for _, params in load_mtp_heads(directory, dtype, qkv_layout=qkv_layout)]
+    if not heads:
+        raise CheckpointError(f"{directory}: holds no MTP heads ({MTP_PREFIX}*)")
+    config, _ = open_target(directory, qkv_layout=qkv_layout)
+    length = len(heads) + 1 if draft_block_len is None else draft_block_len
+    return mtp_drafter(MtpConfig(config, length, is_chained), heads)
 
 
 def save_target(

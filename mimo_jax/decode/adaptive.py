@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mimo_jax.cache import KVCache
 from mimo_jax.decode import controller
 from mimo_jax.decode.step import (
     BlockDrafter,
@@ -46,12 +45,14 @@ def empty_pending(batch_size: int, context_width: int, dtype) -> Pending:
 
 
 def flush(
+    target: Target,
     drafter: BlockDrafter,
-    cache: KVCache,
+    cache: Any,
     pending: Pending,
+    tokens: Int[Array, "b s"],
     anchor_pos: Int[Array, "b"],
     is_wanted: Bool[Array, ""],
-) -> tuple[KVCache, Pending]:
+) -> tuple[Any, Pending]:
     """(memory, nothing pending) where wanted: moves what was kept aside into the drafter's memory.
 
     In pieces, as a loop: a branch would copy the memory on XLA:CPU. What a row has less than
@@ -63,7 +64,11 @@ def flush(
         offset, cache = carry
         features = jax.lax.dynamic_slice_in_dim(pending.features, offset, PIECE_LEN, axis=1)
         place = jnp.minimum(start + offset, anchor_pos)
-        return offset + PIECE_LEN, drafter.inject_context(cache, features, place)
+        positions = place[:, None] + jnp.arange(PIECE_LEN, dtype=jnp.int32)[None, :]
+        ids = jnp.take_along_axis(tokens, jnp.minimum(positions, tokens.shape[1] - 1), axis=1)
+        return offset + PIECE_LEN, drafter.inject_context(
+            target, cache, features, ids, place
+        )
 
     none = jnp.zeros((), jnp.int32)
     cache = jax.lax.while_loop(lambda carry: carry[0] < num.max(), piece, (none, cache))[1]
@@ -130,6 +135,11 @@ def run_adaptive_steps(
         state = commit(state, result, target.mesh_axis)
         return num_done + 1, num_running(state, row_axis), state
 
+    def flush_all(state: DecodeState, is_wanted):
+        assert state.pending is not None
+        memory = (state.drafter_cache, state.pending, state.tokens)
+        return flush(target, drafter, *memory, state.length - 1, is_wanted)
+
     def plainly(carry):
         """Plain steps until as many features are kept as there is room for."""
         num_done, running, _, _, before = carry
@@ -139,9 +149,7 @@ def run_adaptive_steps(
         start = (num_done, running, before)
         num_done, running, state = jax.lax.while_loop(goes_on, plain_body, start)
         is_full = num_done == last
-        cache, pending = flush(
-            drafter, state.drafter_cache, state.pending, state.length - 1, is_full
-        )
+        cache, pending = flush_all(state, is_full)
         control = controller.observe_plain(state.control, state.num_steps - before.num_steps)
         state = dataclasses.replace(state, control=control, drafter_cache=cache, pending=pending)
         state, rung, width = pick(state)
@@ -151,10 +159,7 @@ def run_adaptive_steps(
         """One block or tree."""
         num_done, _, _, rung, state = carry
         is_running = ~state.is_done
-        assert state.pending is not None
-        cache, pending = flush(
-            drafter, state.drafter_cache, state.pending, state.length - 1, jnp.ones((), bool)
-        )
+        cache, pending = flush_all(state, jnp.ones((), bool))
         state = dataclasses.replace(state, drafter_cache=cache, pending=pending)
         most_active = jnp.take(jnp.asarray(lengths, jnp.int32), rung)
         options: dict[str, Any] = {

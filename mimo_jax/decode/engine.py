@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from mimo_jax import cache as kv
-from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
+from mimo_jax.config import ConfigError, DraftConfig, TargetConfig
 from mimo_jax.decode import accept, adaptive, controller
 from mimo_jax.decode.placement import (
     ONE_ROW,
@@ -67,9 +67,7 @@ def prefers_transposed(num_bytes: int) -> bool:
     return jax.default_backend() == "cpu" and num_bytes >= _CACHE_BYTES
 
 
-def lay_out_for_decode[Config: (TargetConfig, DrafterConfig)](
-    model: Model[Config],
-) -> Model[Config]:
+def lay_out_for_decode[Config](model: Model[Config]) -> Model[Config]:
     """The model with its matrices as this platform's small matmuls read them fastest.
 
     Models that outgrow the cache of a CPU are stored [out, in] (see layers/linear.py); all others
@@ -119,7 +117,7 @@ class Engine:
     def __init__(
         self,
         target: Model[TargetConfig],
-        drafter: Model[DrafterConfig] | None = None,
+        drafter: Model[DraftConfig] | None = None,
         *,
         max_len: int,
         batch_size: int = 1,
@@ -263,7 +261,7 @@ class Engine:
             )
             if drafter is not None:
                 drafter_cache = drafter.inject_prompt(
-                    drafter_cache, out.context_features, start, num_valid
+                    target, drafter_cache, out.context_features, token_ids, start, num_valid
                 )
             return out.logits, (out.cache, drafter_cache)
 

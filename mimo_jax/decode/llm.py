@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mimo_jax.checkpoint.safetensors_reader import nearest
-from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
+from mimo_jax.config import ConfigError, DraftConfig, TargetConfig
 from mimo_jax.decode import controller
 from mimo_jax.decode.accept import MATCH
 from mimo_jax.decode.best_of_n import (
@@ -123,7 +123,7 @@ class LLM:
     def __init__(
         self,
         target: Model[TargetConfig],
-        drafter: Model[DrafterConfig] | None = None,
+        drafter: Model[DraftConfig] | None = None,
         *,
         tokenizer: Tokenizer | None = None,
         stop_ids: tuple[int, ...] = (),

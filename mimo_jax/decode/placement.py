@@ -28,7 +28,7 @@ ONE_ROW, ROWS = None, "batch"  # logical name of the leading axis
 
 
 @dataclasses.dataclass(frozen=True)
-class Model[Config: (TargetConfig, DrafterConfig)]:
+class Model[Config]:
     """A config with its split module: what checkpoint loaders return.
 
     Attributes:
@@ -44,7 +44,7 @@ class Model[Config: (TargetConfig, DrafterConfig)]:
     mesh: Mesh | None = None
 
 
-def place_on_mesh[Config: (TargetConfig, DrafterConfig)](
+def place_on_mesh[Config](
     model: Model[Config], mesh: Mesh | None, *, is_replicated: bool = False
 ) -> Model[Config]:
     """A model of one memory cut over a mesh of `sharding.DECODE`; as it is if already there.
@@ -56,10 +56,14 @@ def place_on_mesh[Config: (TargetConfig, DrafterConfig)](
         its weights' bytes on every device and saves its all-reduces.
 
     Raises:
-      ConfigError: If an axis does not divide; says which, its size and what would fit.
+      ConfigError: If an axis does not divide; says which, its size and what would fit. If it is a
+        drafter that decodes on one device only.
     """
     if mesh is None or model.mesh == mesh:
         return model
+    if not isinstance(model.config, TargetConfig | DrafterConfig):
+        name = type(model.config).__name__
+        raise ConfigError(f"a model of {name} decodes on one device only; leave the mesh out")
     if is_replicated:
         return Model(model.config, model.graph, replicate_model(model.params, mesh), mesh)
     return Model(model.config, *cut_model(model.graph, model.params, model.config, mesh), mesh)

@@ -10,14 +10,14 @@ steps) and batch jobs (until all rows are done).
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, no_type_check, runtime_checkable
+from typing import Any, NamedTuple, Protocol, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mimo_jax.cache import KVCache
-from mimo_jax.config import DrafterConfig
+from mimo_jax.config import DraftConfig
 from mimo_jax.decode import accept
 from mimo_jax.decode.controller import Control
 from mimo_jax.decode.sampling import (
@@ -115,7 +115,7 @@ class DecodeState:
     control: Control | None
     pending: Pending | None
     target_cache: KVCache
-    drafter_cache: KVCache | None
+    drafter_cache: Any
 
     @property
     def is_done(self) -> Bool[Array, "b"]:
@@ -124,20 +124,25 @@ class DecodeState:
 
 @runtime_checkable
 class BlockDrafter(Protocol):
-    """What the loop asks of a drafter; `models.drafter.Drafter` is the one, tests script others."""
+    """What the loop asks of a drafter: `models.drafter.Drafter`, the baselines, scripts of tests.
 
-    config: DrafterConfig
+    Context memory is any pytree of arrays [b, ...]; only its drafter looks inside.
+    """
 
-    def make_cache(self, batch_size: int, max_len: int, slack: int) -> KVCache:
+    config: DraftConfig
+
+    def make_cache(self, batch_size: int, max_len: int, slack: int) -> Any:
         """Empty context memory."""
         ...
 
-    def inject_prompt(self, cache, context_features, start, num_valid) -> KVCache:
-        """Context memory with a prompt chunk's features."""
+    def inject_prompt(
+        self, target, cache, context_features, token_ids, start, num_valid
+    ) -> Any:
+        """Context memory with a prompt chunk's features and the ids of the same positions."""
         ...
 
-    def inject_context(self, cache, context_features, start) -> KVCache:
-        """Context memory with a verified block's features."""
+    def inject_context(self, target, cache, context_features, token_ids, start) -> Any:
+        """Context memory with a verified block's features and the ids of the same positions."""
         ...
 
     def draft_logits(
@@ -155,7 +160,7 @@ class StepResult(NamedTuple):
     num_offered: Int[Array, "b"]
     logprobs: Logprobs | None
     target_cache: KVCache
-    drafter_cache: KVCache | None
+    drafter_cache: Any
 
 
 def write_at(buffer, block, column):
@@ -331,7 +336,9 @@ def speculative_step(
         emitted = jnp.where(is_bonus, bonus[:, None], drafts)
     assert out.cache is not None
     assert out.context_features is not None  # taps were asked for
-    drafter_cache = drafter.inject_context(state.drafter_cache, out.context_features, start)
+    drafter_cache = drafter.inject_context(
+        target, state.drafter_cache, out.context_features, block, start
+    )
     logprobs = noted_logprobs(out.logits, emitted, state, axis)
     return StepResult(emitted, num_accepted, active_len - 1, logprobs, out.cache, drafter_cache)
 

@@ -222,7 +222,7 @@ def tree_step(
         logprobs=None if logprobs is None else Logprobs(*map(along, logprobs)),
         target_cache=write_path(state.target_cache, nodes, path, start),
         drafter_cache=drafter.inject_context(
-            state.drafter_cache, along(out.context_features), start
+            target, state.drafter_cache, along(out.context_features), along(tree.tokens), start
         ),
     )
     return result, Chain(count(is_accepted), count(is_offered))

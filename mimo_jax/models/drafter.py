@@ -143,13 +143,20 @@ class Drafter(nnx.Module):
         return ContextKV(tuple(k for k, _ in pairs), tuple(v for _, v in pairs))
 
     def inject_context(
-        self, cache: kv.KVCache, context_features: Float[Array, "b t c"], start: Int[Array, "b"]
+        self,
+        target: object,
+        cache: kv.KVCache,
+        context_features: Float[Array, "b t c"],
+        token_ids: Int[Array, "b t"],
+        start: Int[Array, "b"],
     ) -> kv.KVCache:
         """Writes the context K/V of one verified block, positions start .. start+t-1.
 
+        Target and ids are for drafters that read embeddings; features alone say enough here.
         Rejected positions may be included: they stand at or past the next anchor, where no query
         looks, and are overwritten by the next block.
         """
+        del target, token_ids
         t = context_features.shape[1]
         positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
         context = self.project_context(context_features, positions)
@@ -162,12 +169,15 @@ class Drafter(nnx.Module):
 
     def inject_prompt(
         self,
+        target: object,
         cache: kv.KVCache,
         context_features: Float[Array, "b t c"],
+        token_ids: Int[Array, "b t"],
         start: Int[Array, "b"],
         num_valid: Int[Array, "b"],
     ) -> kv.KVCache:
         """As `inject_context` for a prompt chunk of any length, padded on the right."""
+        del target, token_ids
         t = context_features.shape[1]
         positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
         context = self.project_context(context_features, positions)

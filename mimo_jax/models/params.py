@@ -118,10 +118,12 @@ def transpose_weights(graph, params):
     Example: w_qkv [192, 448] -> [448, 192].
     """
     module = nnx.merge(graph, params)
-    if module.is_transposed:
+    if any(getattr(part, "is_transposed", False) for _, part in nnx.iter_modules(module)):
         return graph, params
-    module.is_transposed = True
-    for holder in (module, *module.layers):
+    holder: Any
+    for _, holder in nnx.iter_modules(module):
+        if hasattr(holder, "is_transposed"):
+            holder.is_transposed = True
         for name, leaf in list(vars(holder).items()):
             is_matrix = isinstance(leaf, nnx.Param) and len(leaf.shape) == 2
             if is_matrix and name not in ("embedding", "w_router"):

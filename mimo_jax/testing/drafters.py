@@ -34,10 +34,10 @@ class ScriptedDrafter(nnx.Module):
             batch_size, max_len, [(1, 1, 1)], (None,), slack=slack, dtype=jnp.float32
         )
 
-    def inject_prompt(self, cache, context_features, start, num_valid):
+    def inject_prompt(self, target, cache, context_features, token_ids, start, num_valid):
         return cache
 
-    def inject_context(self, cache, context_features, start):
+    def inject_context(self, target, cache, context_features, token_ids, start):
         return cache
 
     def draft_logits(self, target, anchors, cache, anchor_pos, active_len, draft_block_len):

@@ -13,6 +13,7 @@ segments and positions are a few bytes each and lie whole along the sequence eve
 What belongs to blocks is flat, [blocks, ...], in one order throughout; the order is of no account.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from mimo_jax.config import DrafterConfig
+from mimo_jax.config import DraftConfig, DrafterConfig
 from mimo_jax.layers.dispatch import PADDED
 from mimo_jax.sharding import SEQUENCE
 from mimo_jax.train import block_mask, losses
@@ -153,7 +154,7 @@ def read_context(
     return on_own(read, mesh, (cut, P(ROWS), cut), out_specs)(context_features, batch, anchor_pos)
 
 
-def _gather_blocks(x, index):
+def gather_blocks(x, index):
     """x [b, k, s, h] at positions index [b, N, w] -> [b*N, k, w, h]."""
     b, k, s, h = x.shape
     n, w = index.shape[1:]
@@ -201,7 +202,7 @@ def draft_logits_at_anchors(
         axis=1,
     )
     gather = on_own(
-        _gather_blocks, mesh, (P(ROWS, None, SEQUENCE), P(ROWS, SEQUENCE)), P(BLOCKS)
+        gather_blocks, mesh, (P(ROWS, None, SEQUENCE), P(ROWS, SEQUENCE)), P(BLOCKS)
     )
     hidden = drafter.train_hidden(
         block,
@@ -213,21 +214,33 @@ def draft_logits_at_anchors(
     return target.unembed(hidden[:, 1:], config.vocab_size)
 
 
-def make_drafter_step(
+def make_block_step(
     target_graph,
-    drafter_graph,
+    logits_at: Callable,
     optimizer,
     config: DrafterTrainConfig,
-    model: DrafterConfig,
+    model: DraftConfig,
     mesh: Mesh | None = None,
     dispatch: str = PADDED,
 ):
-    """Returns step(state, target_params, batch, seed) -> (state, metrics).
+    """The train step of any drafter that is taught by draft blocks at random anchors.
 
-    The trained pytree is {"drafter": params, "mask_embedding": [d]}; the target, its embedding
-    and its head are frozen. Anchors are drawn from (seed, step).
+    Args:
+      target_graph: Frozen, with its embedding and its head.
+      logits_at: (target, trained, batch, context features, DraftBlocks) -> logits of the blocks'
+        draft slots, float32 [blocks, m, v].
+      optimizer: From `make_optimizer`.
+      config: Of the training.
+      model: Of the drafter.
+      mesh: Where rows lie.
+      dispatch: How tokens travel to experts.
+
+    Returns:
+      step(state, target_params, batch, seed) -> (state, metrics); donates the state. Anchors are
+      drawn from (seed, step).
     """
-    position_weights = losses.draft_position_weights(model.num_draft_tokens, config.gamma)
+    num_draft_tokens = model.draft_block_len - 1
+    position_weights = losses.draft_position_weights(num_draft_tokens, config.gamma)
 
     def step(state: TrainState, target_params, batch: Batch, seed):
         target = nnx.merge(target_graph, whole_over_data(target_params, mesh))
@@ -245,17 +258,7 @@ def make_drafter_step(
         weights = jnp.where(blocks.is_valid, position_weights[None, :], 0.0)
 
         def loss_fn(trained):
-            trained = whole_over_data(trained, mesh)
-            drafter = nnx.merge(drafter_graph, trained["drafter"])
-            logits = draft_logits_at_anchors(
-                target,
-                drafter,
-                batch,
-                features,
-                blocks.anchor_pos,
-                trained["mask_embedding"],
-                mesh,
-            )
+            logits = logits_at(target, whole_over_data(trained, mesh), batch, features, blocks)
             return losses.weighted_cross_entropy(logits, blocks.labels, weights)
 
         (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
@@ -272,3 +275,28 @@ def make_drafter_step(
         return hold_state(TrainState(params, opt_state, state.step + 1), mesh), metrics
 
     return jax.jit(step, donate_argnums=0)
+
+
+def make_drafter_step(
+    target_graph,
+    drafter_graph,
+    optimizer,
+    config: DrafterTrainConfig,
+    model: DrafterConfig,
+    mesh: Mesh | None = None,
+    dispatch: str = PADDED,
+):
+    """`make_block_step` of the DFlash drafter.
+
+    The trained pytree is {"drafter": params, "mask_embedding": [d]}; the target, its embedding
+    and its head are frozen.
+    """
+
+    def logits_at(target, trained, batch: Batch, features, blocks: DraftBlocks):
+        drafter = nnx.merge(drafter_graph, trained["drafter"])
+        mask_embedding = trained["mask_embedding"]
+        return draft_logits_at_anchors(
+            target, drafter, batch, features, blocks.anchor_pos, mask_embedding, mesh
+        )
+
+    return make_block_step(target_graph, logits_at, optimizer, config, model, mesh, dispatch)

@@ -294,21 +294,20 @@ def regenerate_stage(
         write_rows(path, pack_documents(pairs, row_len, pad_id=PAD_ID, seed=config.seed))
 
 
-def balance_taps(drafter_params, features):
+def balance_taps(flat, features, name: str = "w_fuse"):
     """Scales the rows of an untrained fusion matrix so that every tap weighs the same.
 
     The residual stream grows with depth (about 4x from the first layer to the last here), and the
     published drafter has no norm per tap, so an untouched matrix hears the deepest tap only.
 
     Args:
-      drafter_params: Fresh parameters.
+      flat: Fresh parameters by name.
       features: float [b, s, num_taps, d], context features of some training rows.
+      name: Of the fusion matrix [num_taps * d, d].
     """
-    flat = flatten(drafter_params)
     rms = jnp.sqrt(jnp.mean(features**2, axis=(0, 1, 3)))
     d = features.shape[3]
-    flat["w_fuse"] = flat["w_fuse"] / jnp.repeat(rms, d)[:, None]
-    return unflatten(drafter_params, flat)
+    return flat | {name: flat[name] / jnp.repeat(rms, d)[:, None]}
 
 
 def train_drafter_stage(
@@ -335,7 +334,7 @@ def train_drafter_stage(
         return out.context_features.reshape(b, s, len(model.target_layer_ids), -1)
 
     features = to_host(tap_features(target.params, first))[:16]
-    params = balance_taps(params, features)
+    params = unflatten(params, balance_taps(flatten(params), features))
     embedding = to_host(flatten(target.params)["embedding"])
     trained = {"drafter": params, "mask_embedding": jnp.asarray(embedding[model.mask_token_id])}
     trained = place_params(trained, mesh)

@@ -214,9 +214,9 @@ def test_how_an_llm_drafts_where_a_call_does_not_say(llm):
     assert plain.open_engine([job]).drafter is None
     assert plain.open_engine([job], draft="profile").policy == "profile"
     for wrong in ({"draft": "often"}, {"draft": ""}):
-        with pytest.raises(ConfigError, match=r"draft '.*' is unknown; allowed: off, chain, tree, auto"):
+        with pytest.raises(ConfigError, match=r"draft '.*' is unknown; allowed: off, chain, tree"):
             LLM(llm.target, llm.drafter, **wrong)
-        with pytest.raises(ConfigError, match=r"draft '.*' is unknown; allowed: off, chain, tree, auto"):
+        with pytest.raises(ConfigError, match=r"draft '.*' is unknown; allowed: off, chain, tree"):
             llm.generate([1], **wrong)
 
 

@@ -40,7 +40,9 @@ def programs(config: DrafterConfig) -> Programs:
     graph, _ = nnx.split(nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0))))
 
     def method(name):
-        return jax.jit(lambda params, *args: getattr(nnx.merge(graph, params), name)(*args))
+        no_target = (None,) if name.startswith("inject_") else ()
+        run = lambda params, *args: getattr(nnx.merge(graph, params), name)(*no_target, *args)
+        return jax.jit(run)
 
     def fuse(params, features):
         drafter = nnx.merge(graph, params)
@@ -70,7 +72,8 @@ class Case(NamedTuple):
         """Memory after a prompt whose chunk is longer than its valid part."""
         b = features.shape[0]
         zero, num_valid = np.zeros(b, np.int32), np.full(b, length, np.int32)
-        return self.run.inject_prompt(self.params, self.cache(b), features, zero, num_valid)
+        ids = np.zeros(features.shape[:2], np.int32)
+        return self.run.inject_prompt(self.params, self.cache(b), features, ids, zero, num_valid)
 
     def draft(self, embeddings, cache, anchor: int, active: int = M1):
         b = embeddings.shape[0]
@@ -124,7 +127,8 @@ def test_blocks_equal_the_golden_ones(case):
     # The verify pass of block 1 gives eight features; three were accepted, five are stale.
     stale = g["context_features"][:, 24:32].copy()
     stale[:, 3:] = 100.0
-    cache = case.run.inject_context(case.params, cache, stale, np.full(2, 24, np.int32))
+    ids = np.zeros(stale.shape[:2], np.int32)
+    cache = case.run.inject_context(case.params, cache, stale, ids, np.full(2, 24, np.int32))
     hidden = case.draft(case.embed(g["block2_ids"]), cache, 27)
     check(hidden, g["block2_hidden"])
     check(case.target.unembed(jnp.asarray(hidden)), g["block2_logits"])
@@ -241,6 +245,8 @@ def test_mimo_drafter_with_sinks_windows_partial_rotary_and_value_scale():
     cache = case.with_prompt(features[:, :12], 12)
     for first in (12, 20):
         part = np.resize(features[:, first : first + 8], (1, 8, config.context_width))
-        cache = case.run.inject_context(params, cache, part, np.array([first], np.int32))
+        cache = case.run.inject_context(
+            params, cache, part, np.zeros((1, 8), np.int32), np.array([first], np.int32)
+        )
     hidden = case.draft(golden["block3_noise_emb"][None], cache, 27)
     check(hidden[0], golden["block3_hidden"])

@@ -93,7 +93,7 @@ def test_block_logits_in_training_equal_those_of_decoding(pair, window):
         out = t.prefill(
             ids, cache, start, length, is_first=True, tap_layer_ids=d.config.target_layer_ids
         )
-        context = d.inject_prompt(context, out.context_features, start, length)
+        context = d.inject_prompt(t, context, out.context_features, ids, start, length)
         anchor = jnp.take_along_axis(ids, length[:, None], axis=1)
         masks = jnp.full((1, m1 - 1), d.config.mask_token_id, jnp.int32)
         embeddings = t.embed(jnp.concatenate([anchor, masks], axis=1))
