@@ -12,7 +12,8 @@ import pytest
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((REPO_ROOT / "notebooks").glob("*.ipynb"))
-NEEDS = {"01_tour.ipynb": REPO_ROOT / "assets" / "mimo-nano" / "config.json"}
+_NANO = REPO_ROOT / "assets" / "mimo-nano" / "config.json"
+NEEDS = {"01_tour.ipynb": _NANO, "04_draft_verify.ipynb": _NANO}
 TIMEOUT_S = 300  # per cell; the slowest one compiles for some seconds
 
 

@@ -160,3 +160,59 @@ def draw_ring(
         handles=legend, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=5, fontsize=8,
         frameon=False,
     )  # fmt: skip
+
+
+def draw_tree(
+    axis: Axes,
+    labels: Sequence[str],
+    parents: Sequence[int],
+    tokens: Sequence[int],
+    said: Sequence[int],
+) -> None:
+    """Draws a draft tree from left to right; the path that the target agreed with is red.
+
+    Args:
+      axis: Drawn into.
+      labels: Text of each node; node 0 is the anchor.
+      parents: Parent of each node, earlier in the list; the anchor's is itself.
+      tokens: Id of each node.
+      said: Ids that the step committed, the target's own last.
+    """
+    children: list[list[int]] = [[] for _ in parents]
+    for node in range(1, len(parents)):
+        children[parents[node]].append(node)
+    x, y, path = [0] * len(parents), [0.0] * len(parents), {0}
+    num_leaves = 0
+
+    def place(node: int) -> None:
+        nonlocal num_leaves
+        for child in children[node]:
+            x[child] = x[node] + 1
+            place(child)
+        if children[node]:
+            y[node] = y[children[node][0]]  # the likeliest child goes straight on
+        else:
+            y[node], num_leaves = -float(num_leaves), num_leaves + 1
+
+    place(0)
+    here = 0
+    for token in said:
+        here = next((child for child in children[here] if tokens[child] == token), -1)
+        if here < 0:
+            break
+        path.add(here)
+    for node in range(1, len(parents)):
+        color = "#c8553d" if node in path else "#9aa5ab"
+        axis.plot([x[parents[node]], x[node]], [y[parents[node]], y[node]], color=color, zorder=1)
+    for node, label in enumerate(labels):
+        edge = "#c8553d" if node in path else "#9aa5ab"
+        axis.text(
+            x[node], y[node], repr(label)[1:-1], ha="center", va="center", fontsize=8,
+            family="monospace", bbox={"boxstyle": "round", "facecolor": "white", "edgecolor": edge},
+        )  # fmt: skip
+    axis.set_xlim(-0.5, max(x) + 0.5)
+    axis.set_ylim(-num_leaves + 0.4, 0.6)
+    axis.set_xticks(range(max(x) + 1))
+    axis.set_yticks([])
+    axis.spines[["left", "right", "top"]].set_visible(False)
+    axis.set_xlabel("depth: positions after the anchor", fontsize=9)
