@@ -23,7 +23,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from mimo_jax.config import ConfigError
 from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.jobs import Job, Output, run_jobs
-from mimo_jax.decode.params import MAJORITY, MAX_SEED, RANKS
+from mimo_jax.decode.params import LOGPROB, MAJORITY, MAX_SEED, RANKS
 from mimo_jax.text.tokenizer import Tokenizer
 
 type Rank = str | Callable[[Output], float]
@@ -70,8 +70,17 @@ def last_number(text: str) -> decimal.Decimal | None:
     return decimal.Decimal(found[-1].replace(",", "")) if found else None
 
 
-def check_rank(rank: Rank, extract: Extract | None, tokenizer: Tokenizer | None) -> None:
-    """Raises ConfigError with one line if candidates cannot be ranked that way."""
+def check_rank(
+    rank: Rank, extract: Extract | None, tokenizer: Tokenizer | None, num_candidates: int
+) -> None:
+    """Raises ConfigError with one line if candidates cannot be ranked that way.
+
+    Args:
+      rank: See the module.
+      extract: For majority, or None.
+      tokenizer: The checkpoint's, or None.
+      num_candidates: The most that any prompt has: one alone is not ranked.
+    """
     if not callable(rank) and rank not in RANKS:
         raise ConfigError(
             f"rank {rank!r} is unknown; allowed: {', '.join(RANKS)}, or a function of an Output"
@@ -80,6 +89,9 @@ def check_rank(rank: Rank, extract: Extract | None, tokenizer: Tokenizer | None)
         raise ConfigError("rank majority reads answers, and this checkpoint has no tokenizer.json")
     if extract is not None and rank != MAJORITY:
         raise ConfigError("extract has no meaning without rank majority")
+    if rank != LOGPROB and num_candidates == 1:
+        name = f"rank {rank}" if isinstance(rank, str) else "a rank"
+        raise ConfigError(f"{name} has no meaning for one candidate; give n or best_of above 1")
 
 
 def mean_logprob(output: Output) -> float:

@@ -451,8 +451,8 @@ class LLM:
         seeds = [seed] * len(many) if isinstance(seed, int) else list(seed)
         if len(seeds) != len(many):
             raise ConfigError(f"{len(seeds)} seeds for {len(many)} prompts; give one, or one each")
-        check_rank(rank, extract, self.tokenizer)
         num_candidates = params.num_candidates
+        check_rank(rank, extract, self.tokenizer, num_candidates)
         jobs = [
             self.make_job(self.encode(prompt), dataclasses.replace(params, seed=s))
             for prompt, s in zip(many, seeds, strict=True)

@@ -336,7 +336,8 @@ def run_batch(
     if options.stop:
         llm.need_tokenizer("stop strings need a tokenizer")
     _make_jobs(llm, entries, template_variables)
-    check_rank(options.rank, None, llm.tokenizer)
+    most = max((len(entry.candidates) for entry in entries), default=0)
+    check_rank(options.rank, None, llm.tokenizer, most)
     jobs = [job for entry in entries for job in entry.candidates]
     engine = None
     if jobs:

@@ -157,6 +157,8 @@ def test_ranks_of_the_caller(llm):
         ({"best_of": 3, "temperature": 0.0}, "best_of 3 has no meaning at temperature 0"),
         ({"n": 2, "rank": "best"}, "rank 'best' is unknown; allowed: logprob, majority, or a func"),
         ({"n": 2, "extract": len}, "extract has no meaning without rank majority"),
+        ({"rank": "majority"}, "rank majority has no meaning for one candidate; give n or best_of"),
+        ({"rank": len}, "a rank has no meaning for one candidate; give n or best_of above 1"),
     ],
 )
 def test_refusals(llm, options, message):

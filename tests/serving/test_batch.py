@@ -431,6 +431,7 @@ def test_several_answers_by_flags(job, tmp_path):
         ({"n": 2}, "n 2 has no meaning at temperature 0, .* or a temperature above 0"),
         ({"n": 3, "best_of": 2, "temperature": 1.0}, "best_of 2 is out of range"),
         ({"n": -1}, "n -1 is out of range"),
+        ({"rank": "majority"}, "rank majority has no meaning for one candidate"),
     ):
         with pytest.raises(ConfigError, match=message):
             job([line], output=tmp_path / "no", **options)
