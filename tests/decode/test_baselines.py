@@ -3,6 +3,7 @@
 Run: .venv/bin/python -m pytest tests/decode/test_baselines.py
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,10 @@ from flax import nnx
 
 from configs.tiny import tiny_drafter, tiny_eagle, tiny_target
 from mimo_jax import cache as kv
+from mimo_jax.checkpoint.hf_target import load_mtp_drafter, load_mtp_heads
+from mimo_jax.checkpoint.safetensors_reader import CheckpointError
 from mimo_jax.config import ConfigError
+from mimo_jax.decode import controller
 from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.generate import generate_all
 from mimo_jax.decode.placement import Model, place_on_mesh
@@ -31,6 +35,7 @@ from mimo_jax.train.drafter_step import DraftBlocks
 from mimo_jax.train.eagle_step import eagle_logits_at_anchors
 from mimo_jax.train.mtp_step import mtp_logits_at_anchors
 from mimo_jax.train.step import Batch
+from tests.golden.files import DATA
 from tests.oracles.eagle import eagle_logits
 
 HEADS = ("eagle", "apart", "chain")
@@ -244,19 +249,63 @@ def test_the_most_confident_slots_are_filled_first():
     assert filled(none, 4) == [True] * 4
 
 
-def test_a_filled_slot_stays_when_its_proposal_is_the_mask_id(target):
-    """The drafter proposes the mask id everywhere: slots count as filled all the same."""
-    config = tiny_drafter()
+def test_filled_slots_keep_the_logits_that_filled_them(target, drafters):
+    """Of 4 slots two are filled after the first of two passes; the others see them."""
+    plain = drafters["plain"]
+    ids = np.random.default_rng(4).integers(0, 61, (1, 64)).astype(np.int32)
+    anchor_pos = np.asarray([20], np.int32)
+    logits = []
+    for num_passes in (1, 2):
+        drafter = Model(*with_passes(plain.config, plain.graph, plain.params, num_passes))
+        _, anew = _programs(target, drafter)
+        logits.append(np.asarray(anew(target.params, drafter.params, ids, anchor_pos)[0][0]))
+    first, second = logits
+    confidence = first.max(axis=-1) - np.log(np.exp(first).sum(axis=-1))
+    filled = np.argsort(-confidence)[:2]
+    others = np.setdiff1d(np.arange(4), filled)
+    np.testing.assert_allclose(second[filled], first[filled], atol=1e-6)
+    assert (np.abs(second[others] - first[others]).max(axis=-1) > 1e-3).all()
+
+
+def test_the_mask_id_may_be_said_and_drafted(target, plain_ids):
+    """The commonest id of the answers is the mask id: a slot is filled by being marked so."""
+    said = [i for ids in plain_ids for i in ids]
+    config = dataclasses.replace(tiny_drafter(), mask_token_id=max(set(said), key=said.count))
     drafter = Drafter(config, rngs=nnx.Rngs(1))
-    drafter.final_norm[...] = jnp.zeros_like(drafter.final_norm[...])
-    flat = dict(flatten(target.params))
-    assert config.mask_token_id == 3
-    always_mask = Model(*with_passes(config, *split(drafter), 3))
-    engine = Engine(target, always_mask, max_len=MAX_LEN)
-    (got,) = generate_all(engine, requests()[:1])
-    (want,) = generate_all(Engine(target, max_len=MAX_LEN), requests()[:1])
-    assert got.token_ids == want.token_ids
-    assert flat
+    passes = Model(*with_passes(config, *split(drafter), 3))
+    got = generate_all(Engine(target, passes, max_len=MAX_LEN), requests())
+    assert [c.token_ids for c in got] == plain_ids
+
+
+def test_features_kept_aside_reach_the_heads(target, drafters):
+    """150 plain steps, flushed 128 and 22 at a time in pieces of 32, then two blocks."""
+    drafter = drafters["apart"]
+    engine = Engine(target, drafter, max_len=192, policy="costs")
+    engine._costs = [1.0, 1.0, 1.0]
+    state = engine.prefill(Request(list(range(7, 12)), 180))
+    for rung, count in ((0, 150), (2, 2)):
+        forced = controller.forced(state.control, rung)
+        state = engine.run(dataclasses.replace(state, control=forced), count)
+    ids, anchor_pos = np.asarray(state.tokens)[:, :192], np.asarray(state.length) - 1
+    from_memory, anew = _programs(target, drafter)
+    args = (target.params, drafter.params, ids)
+    got = np.asarray(from_memory(*args, state.drafter_cache, anchor_pos))
+    np.testing.assert_allclose(got, np.asarray(anew(*args, anchor_pos)[0]), atol=2e-5)
+
+
+def test_heads_of_a_checkpoint_as_a_drafter():
+    """The golden checkpoint has two heads: blocks of 3 apart, of any length chained."""
+    config, _, params = load_mtp_drafter(DATA / "pro-tiny", jnp.float32)
+    assert (config.draft_block_len, config.target_layer_ids) == (3, (5,))
+    _, second = load_mtp_heads(DATA / "pro-tiny", jnp.float32)[1]
+    theirs, ours = flatten(second)["w_combine"], flatten(params)["heads.1.w_combine"]
+    np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    chain = load_mtp_drafter(DATA / "pro-tiny", jnp.float32, draft_block_len=8, is_chained=True)
+    assert sorted(flatten(chain[2])) == sorted(n for n in flatten(params) if "heads.0" in n)
+    with pytest.raises(ConfigError, match="needs 3 MTP heads, there are 2"):
+        load_mtp_drafter(DATA / "pro-tiny", jnp.float32, draft_block_len=4)
+    with pytest.raises(CheckpointError, match="holds no MTP heads"):
+        load_mtp_drafter(DATA / "mimo-tiny")
 
 
 @pytest.mark.parametrize(
