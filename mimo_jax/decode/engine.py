@@ -380,7 +380,7 @@ class Engine:
         def blank(row_state):
             blank = lambda leaf: jnp.zeros((b, *leaf.shape[1:]), leaf.dtype)
             state = jax.tree.map(blank, row_state)
-            done = jnp.full((b,), accept.STOPPED, jnp.int32)
+            done = jnp.full((b,), accept.ENDED, jnp.int32)
             # length 1: an idle row steps too (masked out), and its anchor must stand somewhere.
             ones = lambda: jnp.ones((b,), jnp.int32)
             return dataclasses.replace(state, finish=done, length=ones(), max_len=ones())
@@ -563,7 +563,7 @@ def _start_state(
         logprobs = jax.tree.map(at_start, logprobs)
     return DecodeState(
         tokens=tokens,
-        length=prompt_len + 1,
+        length=prompt_len + committed.num_committed,
         max_len=max_len,
         finish=committed.finish,
         stop_ids=stop_ids,

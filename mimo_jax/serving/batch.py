@@ -9,7 +9,8 @@ in the same bytes.
 
 An output line holds id, scene (if any), text, token_ids, finish_reason ("stop" or "length"), usage
 and accept_stats, with `detailed` also prompt_token_ids and num_committed_per_step, which sum to
-one less than there are token_ids: prefill gives the first. Or it holds id, scene and error.
+one less than there are token_ids: prefill gives the first. Or it holds id, scene and error: the
+line could not be used, or the model broke down on it (logits that are not finite).
 """
 
 import dataclasses
@@ -173,7 +174,10 @@ def _answers(
         steps_per_group=_STEPS_PER_SHORT_GROUP if must_hurry else _STEPS_PER_GROUP,
         on_tokens=on_tokens,
     ):
-        yield pairs[job_idx][0], output
+        index, entry = pairs[job_idx][0], entries[pairs[job_idx][0]]
+        if output.error is not None and entry.line is not None:
+            entry.error, output = f"line {entry.line.number}: {output.error}", None
+        yield index, output
 
 
 def _decode(
