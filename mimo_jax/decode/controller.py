@@ -40,7 +40,7 @@ PROFILES = {
 _RATE = 1 / 16  # of the running estimate, once it has seen 12 blocks
 _BETTER = 1.05
 _MARGIN = 0.3
-_BURST_LEN = 4  # full blocks per probe: one alone says little
+BURST_LEN = 4  # full blocks per probe: one alone says little
 _PROBE_SHARE = 0.02
 _MIN_PROBE_EVERY, _MAX_PROBE_EVERY = 32, 4096
 _PROFILE_PROBE_EVERY = 64
@@ -132,7 +132,7 @@ def choose(
         bar = control.thresholds + jnp.where(moves_up, _MARGIN, 0.0)
         rung = (running_len >= bar).sum(axis=1, dtype=jnp.int32)
     relative = control.costs[:, top] / control.costs[:, 0]
-    loss = jnp.maximum(relative - tokens[:, top], 0.0) * _BURST_LEN  # in plain steps
+    loss = jnp.maximum(relative - tokens[:, top], 0.0) * BURST_LEN  # in plain steps
     every = jnp.clip(loss / _PROBE_SHARE, _MIN_PROBE_EVERY, _MAX_PROBE_EVERY)
     if policy == PROFILE:  # without measured costs
         every = jnp.full_like(every, _PROFILE_PROBE_EVERY)
@@ -178,7 +178,7 @@ def observe(
     # The first full block of a probe begins a burst, which counts up from below zero.
     since = jnp.where(
         is_top & (control.since_probe > 0) & (control.rung < top),
-        1 - _BURST_LEN,
+        1 - BURST_LEN,
         jnp.where(is_top & (control.rung == top), 0, control.since_probe + 1),
     )
     return control._replace(

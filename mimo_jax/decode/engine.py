@@ -7,7 +7,7 @@ files. Compile time is measured apart from run time.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from mimo_jax import cache as kv
 from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
 from mimo_jax.decode import accept, adaptive, controller
+from mimo_jax.decode.integrity import check_integrity
 from mimo_jax.decode.placement import (
     ONE_ROW,
     ROWS,
@@ -488,6 +489,24 @@ class Engine:
         """The compiled step group, for inspection: (params, state, num_steps) -> state."""
         args = (self._params, state, np.int32(1))
         return self._program("group", lambda: self.steps_program(state), *args)
+
+    def check_integrity(
+        self, state: DecodeState, prompt_lens: Sequence[int | None] | None = None
+    ) -> None:
+        """Raises IntegrityError, a line per violation, if a state contradicts itself.
+
+        For tests and for the suspicious: it copies the state's integers to the host.
+
+        Args:
+          state: Between two dispatches.
+          prompt_lens: Prompt length of each row, None where it is not known.
+        """
+        check_integrity(
+            state,
+            draft_block_len=self.draft_block_len,
+            vocab_size=self.target.config.vocab_size,
+            prompt_lens=prompt_lens,
+        )
 
     def run(self, state: DecodeState, num_steps: int) -> DecodeState:
         """Up to num_steps decode steps in one dispatch; the old state is consumed."""
