@@ -1,8 +1,9 @@
-"""`python -m mimo_jax.bench decode|load`: tables on the terminal, JSON beside them."""
+"""`python -m mimo_jax.bench decode|load|lossless`: tables on the terminal, JSON beside them."""
 
 import dataclasses
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -48,12 +49,37 @@ class Load:
     """Where the figures are written."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Lossless:
+    """Drafted answers against plain decoding's, token for token, greedy, float32.
+
+    Every way of drafting at every batch size: 18 runs over all prompts, about 15 minutes on 2
+    cores. Exit code 1 if an answer differs where the target was in no near tie.
+    """
+
+    checkpoint: Path = Path("assets/mimo-nano")
+    """Checkpoint directory with a drafter in dflash/."""
+    prompts: Path = Path("assets/prompts")
+    """Directory of held-out prompts, SCENE.jsonl."""
+    count: int = 200
+    """Prompts per scene."""
+    max_tokens: int = 48
+    """Longest answer."""
+    only: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Ways of drafting to run, e.g. chain; default all."""
+    batch_sizes: tuple[int, ...] = (1, 3, 8)
+    """Rows decoded at once."""
+    json: Path | None = Path("out/bench/lossless.json")
+    """Where the figures are written."""
+
+
 def main() -> int:
+    runners = {Decode: run_decode, Load: run_load, Lossless: run_lossless}
     arguments = tyro.extras.subcommand_cli_from_dict(
-        {"decode": Decode, "load": Load},
+        {"decode": Decode, "load": Load, "lossless": Lossless},
         description="Measures: tables on the terminal, JSON beside.",
     )
-    return run_load(arguments) if isinstance(arguments, Load) else run_decode(arguments)
+    return runners[type(arguments)](arguments)
 
 
 def run_load(arguments: Load) -> int:
@@ -172,6 +198,84 @@ def run_decode(arguments: Decode) -> int:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
         console.print(f"written to {arguments.json}")
     return 0
+
+
+def run_lossless(arguments: Lossless) -> int:
+    """Compares, prints a row per mode and batch size and writes the JSON."""
+    import jax
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from mimo_jax.bench import decode_bench, lossless
+    from mimo_jax.checkpoint.safetensors_reader import CheckpointError
+    from mimo_jax.config import ConfigError, require
+    from mimo_jax.text.tokenizer import Tokenizer
+    from mimo_jax.train.provenance import machine
+
+    console = Console()
+    try:
+        known = [mode.name for mode in lossless.MODES]
+        for name in arguments.only:
+            require(name in known, f"only {name!r} is unknown; allowed: {', '.join(known)}")
+        target, drafter = decode_bench.load_models(arguments.checkpoint)
+        tokenizer = Tokenizer.from_file(arguments.checkpoint)
+        requests = decode_bench.read_requests(
+            arguments.prompts, tokenizer, arguments.count, arguments.max_tokens, 0.0
+        )
+        require(bool(requests), f"no prompts in {arguments.prompts}; expected SCENE.jsonl")
+    except (CheckpointError, ConfigError, OSError, ValueError) as error:
+        console.print(f"bench: {error}")
+        return 2
+    modes = [m for m in lossless.MODES if not arguments.only or m.name in arguments.only]
+    num_prompts = sum(map(len, requests.values()))
+    total = num_prompts * (1 + len(modes) * len(arguments.batch_sizes))
+    columns = (
+        TextColumn("{task.description:<22}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bar, tempfile.TemporaryDirectory() as cache:
+        # Engines of other batch sizes prefill by the same programs.
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        task = bar.add_task("compiling", total=total)
+        outcomes = list(
+            lossless.run_lossless(
+                target,
+                drafter,
+                requests,
+                max_len=target.config.max_position,
+                modes=modes,
+                batch_sizes=arguments.batch_sizes,
+                on_answer=lambda what: bar.update(task, advance=1, description=what),
+            )
+        )
+    rows: dict[str, dict] = {}
+    for outcome in outcomes:
+        name = f"{outcome.mode}, batch {outcome.batch_size}"
+        row = rows.setdefault(name, {"answers": 0, "tokens": 0, "identical": 0, "near ties": 0,
+                                     "largest margin": 0.0, "different": 0})
+        row["answers"] += outcome.num_answers
+        row["tokens"] += outcome.num_tokens
+        row["identical"] += outcome.num_identical
+        row["near ties"] += len(outcome.near_ties)
+        row["different"] += len(outcome.differences)
+        margins = [tie["margin"] for tie in outcome.near_ties]
+        row["largest margin"] = max([row["largest margin"], *margins])
+    formats = dict.fromkeys(("answers", "tokens", "identical", "near ties", "different"), ",d")
+    title = f"Greedy against plain, float32, {arguments.count} prompts of {len(requests)} scenes"
+    console.print(_table(title, rows, formats | {"largest margin": ".1e"}))
+    if arguments.json is not None:
+        results = {
+            "machine": machine(),
+            "max_tokens": arguments.max_tokens,
+            "table": rows,
+            "outcomes": [dataclasses.asdict(outcome) for outcome in outcomes],
+        }
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        console.print(f"written to {arguments.json}")
+    return 1 if any(row["different"] for row in rows.values()) else 0
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ def argmax_lowest(
     tops = jax.lax.bitcast_convert_type(pairs[:, 0], jnp.float32)
     whole_top = tops.max(axis=0)
     is_usable = jnp.isfinite(whole_top) & (pairs[:, 1] != NO_ID).all(axis=0)
-    best = jnp.min(jnp.where(tops == whole_top, pairs[:, 1], jnp.iinfo(jnp.int32).max), axis=0)
+    past_all = jnp.iinfo(jnp.int32).max
+    best = jnp.min(jnp.where(tops == whole_top[None], pairs[:, 1], past_all), axis=0)
     return jnp.where(is_usable, best, NO_ID)
 
 

@@ -28,9 +28,9 @@ def gumbel(seed: int, position: int, v: int, stream: int | None) -> np.ndarray:
     return np.asarray(_numbers(np.int32(seed), np.int32(position), v, stream)[0])
 
 
-def coin(seed: int, position: int) -> np.float32:
+def coin(seed: int, position: int) -> np.floating:
     """The number in [0, 1) that judges the proposal at a position."""
-    return np.asarray(_numbers(np.int32(seed), np.int32(position), 1, COIN)[1])[()]
+    return np.float32(_numbers(np.int32(seed), np.int32(position), 1, COIN)[1])
 
 
 def first_best(values: np.ndarray) -> int:

@@ -39,6 +39,35 @@ MODES = {
 COSTS = [1.0, 1.3, 1.9]  # so that all three rungs get their turn
 
 
+class CheckedEngine(Engine):
+    """Checks its state after every row that it takes in and every group of steps."""
+
+    num_checks = 0
+
+    def prefill(self, request, earlier=None):
+        state = super().prefill(request, earlier)
+        self._last_prompt_len = len(request.prompt_ids)
+        if self.batch_size == 1:
+            self._prompt_lens = [self._last_prompt_len]
+        return state
+
+    def empty_state(self, row_state):
+        self._prompt_lens = [None] * self.batch_size
+        return super().empty_state(row_state)
+
+    def insert(self, state, row_state, row):
+        self._prompt_lens[row] = self._last_prompt_len
+        state = super().insert(state, row_state, row)
+        self.check_integrity(state, self._prompt_lens)
+        return state
+
+    def run(self, state, num_steps):
+        state = super().run(state, num_steps)
+        self.check_integrity(state, self._prompt_lens)
+        self.num_checks += 1
+        return state
+
+
 @functools.cache
 def pair() -> tuple[Model, Model]:
     """Target and drafter; the drafter proposes what followed its anchor in the target's texts."""

@@ -43,10 +43,12 @@ def _poisoned(target: Model, token_id: int = BROKEN) -> Model:
     return Model(target.config, target.graph, unflatten(target.params, flat))
 
 
-def _engine(name: str, drafter: Model | None, batch_size: int = 3) -> Engine:
+@functools.cache
+def _compiled(name: str, batch_size: int) -> Engine:
+    target, drafter = smallest.pair()
     engine = Engine(
-        smallest.pair()[0],
-        drafter,
+        target,
+        None if name == "off" else drafter,
         max_len=smallest.MAX_LEN,
         batch_size=batch_size,
         **smallest.MODES[name][1],
@@ -55,10 +57,17 @@ def _engine(name: str, drafter: Model | None, batch_size: int = 3) -> Engine:
     return engine
 
 
+def _engine(name: str, drafter: Model | None, batch_size: int = 3) -> Engine:
+    """One engine per mode: weights are arguments of its programs and may be changed."""
+    engine = _compiled(name, batch_size)
+    engine.target, engine.drafter = smallest.pair()[0], drafter
+    return engine
+
+
 def _requests(name: str) -> list[Request]:
     """Prompts without the broken token."""
     fields = smallest.MODES[name][0]
-    return [Request([i, 9, 12, i + 2], 24, seed=i, **fields) for i in (1, 10, 13, 15, 17, 20)]
+    return [Request([i, 9, 12, i + 1], 24, seed=i, **fields) for i in (0, 3, 8, 11, 16, 19)]
 
 
 @functools.cache
@@ -76,7 +85,11 @@ def _with_drafts_of(token_id: int | None, first_broken: int = 9) -> Model:
 def test_only_rows_that_say_the_broken_token_end(name):
     engine = _engine(name, None if name == "off" else smallest.pair()[1])
     whole = [c.token_ids for c in generate_all(engine, _requests(name))]
-    engine.target = _poisoned(engine.target)
+    # An id that some answers say before their end and others do not.
+    prompts = {i for request in _requests(name) for i in request.prompt_ids}
+    counts = {i: sum(i in ids[:-1] for ids in whole) for i in range(smallest.V)}
+    broken = next(i for i, n in counts.items() if 0 < n < len(whole) and i not in prompts)
+    engine.target = _poisoned(engine.target, broken)
     got = generate_all(engine, _requests(name), steps_per_group=7)
     errors = [c for c in got if c.finish_reason == "error"]
     assert 0 < len(errors) < len(got)
@@ -84,13 +97,13 @@ def test_only_rows_that_say_the_broken_token_end(name):
         ids = completion.token_ids
         if name == "block":  # a block that ends early is judged otherwise: another answer
             clean = ids
-        end = clean.index(BROKEN) + 1 if BROKEN in clean else 24
+        end = clean.index(broken) + 1 if broken in clean else 24
         assert ids == clean[:end]
         assert completion.finish_reason == ("error" if len(ids) < 24 else "length")
         assert sum(completion.num_committed_per_step) == len(ids) - 1
         assert 0 not in completion.num_committed_per_step
     for completion in errors:
-        assert completion.token_ids[-1] == BROKEN
+        assert completion.token_ids[-1] == broken
         place = f"after {len(completion.token_ids)} tokens of the answer are not finite"
         assert place in completion.error
     assert {c.error for c in got if c.finish_reason == "length"} == {None}

@@ -19,36 +19,6 @@ from mimo_jax.decode.sampling import ADJUSTED
 from mimo_jax.sharding import DECODE, make_mesh
 from tests.decode import smallest
 
-
-class CheckedEngine(Engine):
-    """Checks its state after every row that it takes in and every group of steps."""
-
-    num_checks = 0
-
-    def prefill(self, request, earlier=None):
-        state = super().prefill(request, earlier)
-        self._last_prompt_len = len(request.prompt_ids)
-        if self.batch_size == 1:
-            self._prompt_lens = [self._last_prompt_len]
-        return state
-
-    def empty_state(self, row_state):
-        self._prompt_lens = [None] * self.batch_size
-        return super().empty_state(row_state)
-
-    def insert(self, state, row_state, row):
-        self._prompt_lens[row] = self._last_prompt_len
-        state = super().insert(state, row_state, row)
-        self.check_integrity(state, self._prompt_lens)
-        return state
-
-    def run(self, state, num_steps):
-        state = super().run(state, num_steps)
-        self.check_integrity(state, self._prompt_lens)
-        self.num_checks += 1
-        return state
-
-
 # Every mode is checked in three rows by tests/testing/test_replay.py too, whose loop is the same.
 QUICK = ("off", "costs")
 CASES = [
@@ -61,7 +31,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "batch_size"), CASES)
 def test_every_group_of_a_long_random_run(name, batch_size):
     target, drafter = smallest.pair()
-    engine = CheckedEngine(
+    engine = smallest.CheckedEngine(
         target,
         None if name == "off" else drafter,
         max_len=smallest.MAX_LEN,
@@ -82,7 +52,7 @@ def test_every_group_of_a_long_random_run(name, batch_size):
 def test_on_a_mesh():
     mesh = make_mesh(DECODE, (2, 1))
     target, drafter = (place_on_mesh(model, mesh) for model in smallest.pair())
-    engine = CheckedEngine(
+    engine = smallest.CheckedEngine(
         target, drafter, max_len=smallest.MAX_LEN, batch_size=2, **smallest.MODES["profile"][1]
     )
     assert len(generate_all(engine, smallest.requests_of("profile", 6), steps_per_group=5)) == 6
