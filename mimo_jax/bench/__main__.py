@@ -63,7 +63,7 @@ class Lossless:
     """Directory of held-out prompts, SCENE.jsonl."""
     count: int = 200
     """Prompts per scene."""
-    max_tokens: int = 48
+    max_tokens: int = 32
     """Longest answer."""
     only: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Ways of drafting to run, e.g. chain; default all."""
@@ -103,9 +103,11 @@ def run_load(arguments: Load) -> int:
     return 0
 
 
-def _table(title: str, rows: dict[str, dict], columns: dict[str, str]) -> Table:
+def _table(
+    title: str, rows: dict[str, dict], columns: dict[str, str], first: str = "scene"
+) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column("scene")
+    table.add_column(first)
     for name in columns:
         table.add_column(name.replace("_", " "), justify="right")
     for scene, row in rows.items():
@@ -250,21 +252,21 @@ def run_lossless(arguments: Lossless) -> int:
                 on_answer=lambda what: bar.update(task, advance=1, description=what),
             )
         )
+    counted = ("answers", "tokens", "identical", "near_ties", "different")
     rows: dict[str, dict] = {}
     for outcome in outcomes:
         name = f"{outcome.mode}, batch {outcome.batch_size}"
-        row = rows.setdefault(name, {"answers": 0, "tokens": 0, "identical": 0, "near ties": 0,
-                                     "largest margin": 0.0, "different": 0})
+        row = rows.setdefault(name, dict.fromkeys(counted, 0) | {"largest_margin": None})
         row["answers"] += outcome.num_answers
         row["tokens"] += outcome.num_tokens
         row["identical"] += outcome.num_identical
-        row["near ties"] += len(outcome.near_ties)
+        row["near_ties"] += len(outcome.near_ties)
         row["different"] += len(outcome.differences)
         margins = [tie["margin"] for tie in outcome.near_ties]
-        row["largest margin"] = max([row["largest margin"], *margins])
-    formats = dict.fromkeys(("answers", "tokens", "identical", "near ties", "different"), ",d")
+        row["largest_margin"] = max([row["largest_margin"] or 0.0, *margins]) or None
+    formats = dict.fromkeys(counted, ",d") | {"largest_margin": ".1e"}
     title = f"Greedy against plain, float32, {arguments.count} prompts of {len(requests)} scenes"
-    console.print(_table(title, rows, formats | {"largest margin": ".1e"}))
+    console.print(_table(title, rows, formats, "drafting"))
     if arguments.json is not None:
         results = {
             "machine": machine(),

@@ -16,8 +16,8 @@ of the drafter: DFlash's slots are marginals, and sampling them independently br
 of a block (accept length 1.2 instead of 3.0 in one report), so match is the default.
 
 Stop ids and the length limit cut afterwards. Where the target's logits are not finite there is no
-token (vocab.NO_ID): its row ends there, as FAILED. A drafter's slots from the first that is not
-finite on are not offered: its faults cost speed only.
+token (vocab.NO_ID): its row ends there, as FAILED. A draft whose probability is NaN compares as not
+accepted, in every rule: a drafter's faults cost speed only.
 
 Source: arXiv:2211.17192 (rejection); arXiv:2403.10444, algorithm 2 (block).
 """
@@ -93,13 +93,11 @@ class Verdict(NamedTuple):
     bonus_weights: Float[Array, "b v"]
 
 
-def _offered(draft_probs, q_of_draft, active_len):
-    """Which slots are offered, and draft probabilities with a slot of zeros behind, zeros also
-    where nothing is offered: past active_len, and from the first slot that holds NaN on."""
+def _offered(draft_probs, active_len):
+    """Draft probabilities with a slot of zeros behind, and zeros where nothing is offered."""
     b, m, v = draft_probs.shape
     slot = jnp.arange(1, m + 1, dtype=jnp.int32)[None, :]
-    is_sound = jnp.cumprod((~jnp.isnan(q_of_draft)).astype(jnp.int32), axis=1) > 0
-    is_offered = (slot < active_len[:, None]) & is_sound
+    is_offered = slot < active_len[:, None]
     offered = jnp.where(is_offered[:, :, None], draft_probs, 0.0)
     return is_offered, jnp.concatenate([offered, jnp.zeros((b, 1, v), draft_probs.dtype)], axis=1)
 
@@ -136,9 +134,9 @@ def accept_by_rejection(
 
     Source: arXiv:2211.17192, algorithm 1.
     """
+    is_offered, q = _offered(draft_probs, active_len)
     p_of_draft = at_ids(target_probs[:, :-1], draft_tokens, mesh_axis)
     q_of_draft = at_ids(draft_probs, draft_tokens, mesh_axis)
-    is_offered, q = _offered(draft_probs, q_of_draft, active_len)
     is_good = (uniform * q_of_draft < p_of_draft) & is_offered
     num_accepted = jnp.cumprod(is_good.astype(jnp.int32), axis=1).sum(axis=1)
     one = jnp.ones(num_accepted.shape, target_probs.dtype)
@@ -172,9 +170,9 @@ def accept_by_block(
 
     Source: arXiv:2403.10444, algorithm 2.
     """
+    is_offered, q = _offered(draft_probs, active_len)
     p_of_draft = at_ids(target_probs[:, :-1], draft_tokens, mesh_axis)
     q_of_draft = at_ids(draft_probs, draft_tokens, mesh_axis)
-    is_offered, q = _offered(draft_probs, q_of_draft, active_len)
     ratio = jnp.where(is_offered, p_of_draft / jnp.maximum(q_of_draft, 1e-30), 0.0)
     kept = [jnp.ones(ratio.shape[:1], ratio.dtype)]
     for i in range(ratio.shape[1]):
@@ -182,7 +180,7 @@ def accept_by_block(
     c = jnp.stack(kept, axis=1)  # [b, m1]
     rest = jnp.maximum(c[:, :, None] * target_probs - q, 0.0)
     s = psum_over(rest.sum(axis=-1), mesh_axis)
-    s = jnp.where(jnp.isnan(s), c, s)  # a position without probabilities ends the block: q = 0
+    s = jnp.where(jnp.isnan(s), c, s)  # p or q is NaN there: the block ends, as if q were 0
     h = s / jnp.maximum(s + 1.0 - c, 1e-30)
     is_kept = (uniform < h[:, 1:]) & is_offered
     slot = jnp.arange(1, ratio.shape[1] + 1, dtype=jnp.int32)[None, :]

@@ -190,10 +190,14 @@ def test_stop_strings_across_tokens_blocks_and_groups(right, steps_per_group):
         assert done[index].finish_reason == "stop"
 
 
+KINDS = ((5, None), (4, "profile"))  # block length, policy
+
+
 def _fields():
-    """Of a Request; made into one inside the test (jaxtyping draws random numbers in strategies)."""
+    """Of a Request, which the test makes: jaxtyping draws random numbers, strategies may not."""
     number = lambda least, most: st.floats(least, most, width=32, allow_nan=False)
     ids = st.integers(0, smallest.V - 1)
+    pairs = lambda values: tuple(values.items())
     return st.fixed_dictionaries(
         {
             "prompt_ids": st.lists(ids, min_size=1, max_size=30),
@@ -206,7 +210,7 @@ def _fields():
             "repetition_penalty": number(0.5, 2.0),
             "presence_penalty": number(-2.0, 2.0),
             "frequency_penalty": number(-1.0, 1.0),
-            "logit_bias": st.dictionaries(ids, number(-4, 4), max_size=2).map(lambda d: tuple(d.items())),
+            "logit_bias": st.dictionaries(ids, number(-4, 4), max_size=2).map(pairs),
             "seed": st.integers(0, 2**31 - 1),
             "scene": st.sampled_from([None, "math", "chat"]),
         }
@@ -226,14 +230,14 @@ def drafting():
             draft_block_len=length,
             policy=policy,
         )
-        for length, policy in ((5, None), (2, None), (4, "profile"))
+        for length, policy in KINDS
     }
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     fields=st.lists(_fields(), min_size=1, max_size=5),
-    kind=st.sampled_from([(5, None), (2, None), (4, "profile")]),
+    kind=st.sampled_from(KINDS),
     steps_per_group=st.integers(1, 9),
 )
 def test_random_requests_are_answered_as_plainly(plain, drafting, fields, kind, steps_per_group):

@@ -20,9 +20,8 @@ from mimo_jax.sharding import DECODE, make_mesh
 from tests.decode import smallest
 
 # Every mode is checked in three rows by tests/testing/test_replay.py too, whose loop is the same.
-QUICK = ("off", "costs")
 CASES = [
-    pytest.param(name, rows, marks=[] if rows == 3 and name in QUICK else [pytest.mark.slow])
+    pytest.param(name, rows, marks=[] if (name, rows) == ("off", 3) else [pytest.mark.slow])
     for name in smallest.MODES
     for rows in (3, 1)
 ]
@@ -49,6 +48,7 @@ def test_every_group_of_a_long_random_run(name, batch_size):
 
 
 @pytest.mark.multi_device
+@pytest.mark.slow
 def test_on_a_mesh():
     mesh = make_mesh(DECODE, (2, 1))
     target, drafter = (place_on_mesh(model, mesh) for model in smallest.pair())
