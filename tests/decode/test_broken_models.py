@@ -201,9 +201,10 @@ def test_what_logits_allow_no_choice(mode):
     fields = {GREEDY: {}, SAMPLED: smallest.WARM}.get(mode, smallest.FILTERS)
     params = jax.tree.map(jnp.asarray, row_sampling(Request((1,), 1, **fields), 0))
     draw = jax.jit(lambda x: sample(x, params, jnp.asarray([[4]], jnp.int32), mode))
-    clean = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 515)), jnp.float32)
+    clean = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 2048)), jnp.float32)
     for value, at, is_choice in (
         (jnp.nan, 300, False),
+        (jnp.nan, 1024, False),  # XLA:CPU's maximum of 2,048 numbers does not see this one
         (-jnp.nan, 300, False),
         (jnp.nan, slice(None), False),
         (jnp.inf, 300, False),
@@ -227,8 +228,8 @@ def test_a_vocabulary_over_eight_devices():
             check_vma=False,
         )
     )
-    logits = np.random.default_rng(1).normal(size=(5, 1, 48)).astype(np.float32)
-    logits[0, 0, 13], logits[1, 0, 0], logits[2, 0, 47] = np.nan, np.inf, -np.inf
+    logits = np.random.default_rng(1).normal(size=(5, 1, 8 * 2048)).astype(np.float32)
+    logits[0, 0, 3 * 2048 + 1024], logits[1, 0, 0], logits[2, 0, -1] = np.nan, np.inf, -np.inf
     logits[3] = -np.inf
     got = np.asarray(best(logits))[:, 0].tolist()
     assert got == [NO_ID, NO_ID, int(logits[2].argmax()), NO_ID, int(logits[4].argmax())]
