@@ -166,3 +166,43 @@ def train_mesh_drafter() -> DrafterConfig:
         windows=(7,),
         max_position=128,
     )
+
+
+def smallest_target() -> TargetConfig:
+    """Two layers, one of each kind, one sparse: for tests that compile many programs."""
+    common = {"head_dim": 6, "v_head_dim": 5, "rope_dim": 4}
+    return TargetConfig(
+        vocab_size=23,
+        hidden_size=20,
+        layer_kinds=(GLOBAL, SLIDING),
+        attention={
+            GLOBAL: AttentionConfig(num_heads=4, num_kv_heads=2, rope_theta=1e5, **common),
+            SLIDING: AttentionConfig(
+                num_heads=6, num_kv_heads=3, rope_theta=1e4, window=7, has_sink=True, **common
+            ),
+        },
+        dense_hidden_size=24,
+        moe=MoeConfig(num_experts=5, top_k=2, hidden_size=12),
+        is_moe_layer=(False, True),
+        value_scale=0.707,
+        max_position=256,
+    )
+
+
+def smallest_drafter() -> DrafterConfig:
+    """One sliding layer and blocks of five, for `smallest_target`."""
+    return DrafterConfig(
+        hidden_size=20,
+        num_layers=1,
+        attention=AttentionConfig(
+            num_heads=3, num_kv_heads=1, head_dim=8, v_head_dim=7, rope_theta=1e4, rope_dim=6
+        ),
+        dense_hidden_size=28,
+        target_layer_ids=(0, 1),
+        num_target_layers=2,
+        draft_block_len=5,
+        mask_token_id=3,
+        vocab_size=23,
+        windows=(9,),
+        max_position=256,
+    )

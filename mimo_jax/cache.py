@@ -10,6 +10,10 @@ start. All ring layers of a cache share one position table.
 Rejected: a ring of `window` slots (a speculative write would overwrite live history), and
 modular scatter (on XLA:CPU a loop over rows; two contiguous updates are 10x cheaper).
 
+Trap: a masked slot has weight 0, and 0 times NaN is NaN. Values are therefore stored without NaN
+and infinities (`without_nan`); keys keep theirs, so that whoever really sees such a position has
+NaN logits, and a draft that was rejected has harmed nobody.
+
 Arrays are head-major, [b, k, s, h]. All functions are pure: a cache goes in and comes out.
 """
 
@@ -129,6 +133,11 @@ def advance_ring_positions(cache: KVCache, start: Int[Array, "b"], t: int) -> KV
     return dataclasses.replace(cache, ring_positions=positions)
 
 
+def without_nan(values: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """Values as memory may hold them: NaN as 0, infinities as the largest finite number."""
+    return jnp.nan_to_num(values)
+
+
 def _write_rows(memory, block, slots):
     """memory [b,k,s,h] with block [b,k,t,h] at slots[b] of each row."""
     if memory.shape[0] > _MAX_UNROLLED_ROWS:
@@ -145,7 +154,7 @@ def write_block(
 ) -> LayerCache:
     """A layer with keys/values [b, k, t, *] written at positions start .. start+t-1; t <= slack."""
     layer = cache.layers[layer_idx]
-    slots = start
+    slots, values = start, without_nan(values)
     if cache.windows[layer_idx] is not None:
         slots = start % (layer.keys.shape[2] - cache.slack)
     written = LayerCache(
@@ -199,7 +208,7 @@ def write_chunk(
     Padding at the chunk's end is not kept in rings; in linear layers it lands past the row's
     length, where it is masked. Only prompts come this way: the slack slots must still be empty.
     """
-    layer = cache.layers[layer_idx]
+    layer, values = cache.layers[layer_idx], without_nan(values)
     if cache.windows[layer_idx] is None:
         t = keys.shape[2]
         room = layer.keys.shape[2]

@@ -33,9 +33,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import tyro
-from flax import nnx
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from rich.console import Console
@@ -53,7 +51,7 @@ from mimo_jax.decode.placement import Model
 from mimo_jax.decode.stats import AcceptStats
 from mimo_jax.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from mimo_jax.timing import Stopwatch
-from mimo_jax.train.near_ties import NEAR_TIE
+from mimo_jax.train.near_ties import NEAR_TIE, margin_between
 from mimo_jax.train.provenance import machine
 
 PLAIN, DFLASH = "plain", "dflash"
@@ -264,16 +262,10 @@ def break_even_tau(pairs: Sequence[Pair]) -> float:
 def margin(llm: LLM, pair: Pair) -> float | None:
     """By how much the target prefers one of the two tokens at which a pair parts; None at an end.
 
-    A third voice: one forward over the whole text, without caches. Below `NEAR_TIE` rounding
-    decides; more is a bug.
+    Below `NEAR_TIE` rounding decides; more is a bug.
     """
-    at, ours, theirs = pair.num_shared, pair.dflash.token_ids, pair.plain.token_ids
-    if at >= min(len(ours), len(theirs)):
-        return None
-    forward = jax.jit(lambda params, ids: nnx.merge(llm.target.graph, params)(ids).logits[0, -1])
-    text = jnp.asarray([[*pair.plain.prompt_ids, *theirs[:at]]], jnp.int32)
-    logits = forward(llm.target.params, text)
-    return abs(float(logits[ours[at]] - logits[theirs[at]]))
+    ours, theirs = pair.dflash.token_ids, pair.plain.token_ids
+    return margin_between(llm.target, pair.prompt.job.request, ours, theirs)[1]
 
 
 def shaded(output: Output, tokenizer: Tokenizer, has_color: bool) -> Text:

@@ -1,10 +1,12 @@
-"""`python -m mimo_jax.bench decode|drafters|prefix|load`: tables on the terminal, JSON beside."""
+"""`python -m mimo_jax.bench WHAT`: tables on the terminal, JSON beside them."""
 
 import dataclasses
 import json
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -98,12 +100,43 @@ class Load:
     """Where the figures are written."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Lossless:
+    """Drafted answers against plain decoding's, token for token, greedy, float32.
+
+    Every way of drafting at every batch size: 21 runs over all prompts, about 15 minutes on 2
+    cores. Exit code 1 if an answer differs where the target was in no near tie.
+    """
+
+    checkpoint: Path = Path("assets/mimo-nano")
+    """Checkpoint directory with a drafter in dflash/."""
+    prompts: Path = Path("assets/prompts")
+    """Directory of held-out prompts, SCENE.jsonl."""
+    count: int = 200
+    """Prompts per scene."""
+    max_tokens: int = 32
+    """Longest answer."""
+    only: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Ways of drafting to run, e.g. chain; default all."""
+    batch_sizes: tuple[int, ...] = (1, 3, 8)
+    """Rows decoded at once."""
+    json: Path | None = Path("out/bench/lossless.json")
+    """Where the figures are written."""
+
+
 def main() -> int:
+    commands: dict[str, tuple[type, Callable[[Any], int]]] = {
+        "decode": (Decode, run_decode),
+        "drafters": (Drafters, run_drafters),
+        "lossless": (Lossless, run_lossless),
+        "prefix": (Prefix, run_prefix),
+        "load": (Load, run_load),
+    }
     arguments = tyro.extras.subcommand_cli_from_dict(
-        {"decode": Decode, "drafters": Drafters, "prefix": Prefix, "load": Load},
+        {name: options for name, (options, _) in commands.items()},
         description="Measures: tables on the terminal, JSON beside.",
     )
-    runs = {Decode: run_decode, Drafters: run_drafters, Prefix: run_prefix, Load: run_load}
+    runs = dict(commands.values())
     return runs[type(arguments)](arguments)
 
 
@@ -326,6 +359,84 @@ def run_drafters(arguments: Drafters) -> int:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
         console.print(f"written to {arguments.json}")
     return 0
+
+
+def run_lossless(arguments: Lossless) -> int:
+    """Compares, prints a row per mode and batch size and writes the JSON."""
+    import jax
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from mimo_jax.bench import decode_bench, lossless
+    from mimo_jax.checkpoint.safetensors_reader import CheckpointError
+    from mimo_jax.config import ConfigError, require
+    from mimo_jax.text.tokenizer import Tokenizer
+    from mimo_jax.train.provenance import machine
+
+    console = Console()
+    try:
+        known = [mode.name for mode in lossless.MODES]
+        for name in arguments.only:
+            require(name in known, f"only {name!r} is unknown; allowed: {', '.join(known)}")
+        target, drafter = decode_bench.load_models(arguments.checkpoint)
+        tokenizer = Tokenizer.from_file(arguments.checkpoint)
+        requests = decode_bench.read_requests(
+            arguments.prompts, tokenizer, arguments.count, arguments.max_tokens, 0.0
+        )
+        require(bool(requests), f"no prompts in {arguments.prompts}; expected SCENE.jsonl")
+    except (CheckpointError, ConfigError, OSError, ValueError) as error:
+        console.print(f"bench: {error}")
+        return 2
+    modes = [m for m in lossless.MODES if not arguments.only or m.name in arguments.only]
+    num_prompts = sum(map(len, requests.values()))
+    total = num_prompts * (1 + len(modes) * len(arguments.batch_sizes))
+    columns = (
+        TextColumn("{task.description:<22}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bar, tempfile.TemporaryDirectory() as cache:
+        # Engines of other batch sizes prefill by the same programs.
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        task = bar.add_task("compiling", total=total)
+        outcomes = list(
+            lossless.run_lossless(
+                target,
+                drafter,
+                requests,
+                max_len=target.config.max_position,
+                modes=modes,
+                batch_sizes=arguments.batch_sizes,
+                on_answer=lambda what: bar.update(task, advance=1, description=what),
+            )
+        )
+    counted = ("answers", "tokens", "identical", "near_ties", "different")
+    rows: dict[str, dict] = {}
+    for outcome in outcomes:
+        name = f"{outcome.mode}, batch {outcome.batch_size}"
+        row = rows.setdefault(name, dict.fromkeys(counted, 0) | {"largest_margin": None})
+        row["answers"] += outcome.num_answers
+        row["tokens"] += outcome.num_tokens
+        row["identical"] += outcome.num_identical
+        row["near_ties"] += len(outcome.near_ties)
+        row["different"] += len(outcome.differences)
+        margins = [tie["margin"] for tie in outcome.near_ties]
+        row["largest_margin"] = max([row["largest_margin"] or 0.0, *margins]) or None
+    formats = dict.fromkeys(counted, ",d") | {"largest_margin": ".1e"}
+    title = f"Greedy against plain, float32, {arguments.count} prompts of {len(requests)} scenes"
+    console.print(_table(title, rows, formats, of="drafting"))
+    if arguments.json is not None:
+        results = {
+            "machine": machine(),
+            "max_tokens": arguments.max_tokens,
+            "table": rows,
+            "outcomes": [dataclasses.asdict(outcome) for outcome in outcomes],
+        }
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        console.print(f"written to {arguments.json}")
+    return 1 if any(row["different"] for row in rows.values()) else 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ With one-hot q the last two coincide with the first in distribution. Which is be
 of the drafter: DFlash's slots are marginals, and sampling them independently breaks the coherence
 of a block (accept length 1.2 instead of 3.0 in one report), so match is the default.
 
-Stop ids and the length limit cut afterwards.
+Stop ids and the length limit cut afterwards. Where the target's logits are not finite there is no
+token (vocab.NO_ID): its row ends there, as FAILED. A draft whose probability is NaN compares as not
+accepted, in every rule: a drafter's faults cost speed only.
 
 Source: arXiv:2211.17192 (rejection); arXiv:2403.10444, algorithm 2 (block).
 """
@@ -26,12 +28,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mimo_jax.layers.linear import psum_over
-from mimo_jax.layers.vocab import at_ids
+from mimo_jax.layers.vocab import NO_ID, at_ids
 
 MATCH, REJECTION, BLOCK = "match", "rejection", "block"
 RULES = (MATCH, REJECTION, BLOCK)
 
-RUNNING, STOPPED, LENGTH = 0, 1, 2
+# ENDED is for the host alone: a stop string was found, or the row is empty.
+RUNNING, STOPPED, LENGTH, FAILED, ENDED = 0, 1, 2, 3, 4
 
 
 class Committed(NamedTuple):
@@ -39,7 +42,8 @@ class Committed(NamedTuple):
 
     Attributes:
       num_committed: int32 [b], tokens emitted: accepted + bonus, cut by stop ids and the limit.
-      finish: int32 [b], RUNNING, STOPPED (the last emitted token is a stop id) or LENGTH.
+      finish: int32 [b], RUNNING, STOPPED (the last emitted token is a stop id), LENGTH, or FAILED
+        (the next token cannot be known).
     """
 
     num_committed: Int[Array, "b"]
@@ -176,6 +180,7 @@ def accept_by_block(
     c = jnp.stack(kept, axis=1)  # [b, m1]
     rest = jnp.maximum(c[:, :, None] * target_probs - q, 0.0)
     s = psum_over(rest.sum(axis=-1), mesh_axis)
+    s = jnp.where(jnp.isnan(s), c, s)  # p or q is NaN there: the block ends, as if q were 0
     h = s / jnp.maximum(s + 1.0 - c, 1e-30)
     is_kept = (uniform < h[:, 1:]) & is_offered
     slot = jnp.arange(1, ratio.shape[1] + 1, dtype=jnp.int32)[None, :]
@@ -197,7 +202,7 @@ def cut_at_stop_and_limit(
     it equals a stop id (a mask id may be one).
 
     Args:
-      emitted: Tokens of the step.
+      emitted: Tokens of the step; NO_ID where there is none, which fails the row.
       num_emitted: How many are real, 1..m1.
       stop_ids: Stop ids of each row, padded with -1.
       room: Tokens the row may still emit, >= 1 unless done.
@@ -206,16 +211,19 @@ def cut_at_stop_and_limit(
     Returns:
       Committed; a stop id that is the last token allowed by the limit gives STOPPED.
 
-    Example: emitted (4, 2, 8), num_emitted 3, stop ids (2,), room 9 -> 2 tokens, STOPPED.
+    Example: emitted (4, 2, 8), num_emitted 3, stop ids (2,), room 9 -> 2 tokens, STOPPED; emitted
+      (4, NO_ID, 8) -> 1 token, FAILED.
     """
     m1 = emitted.shape[1]
     slot = jnp.arange(m1, dtype=jnp.int32)[None, :]
     allowed = jnp.minimum(num_emitted, room)
-    is_stop = (emitted[:, :, None] == stop_ids[:, None, :]).any(axis=2)
-    is_stop &= slot < allowed[:, None]
-    first_stop = jnp.min(jnp.where(is_stop, slot, m1), axis=1)
-    has_stop = first_stop < m1
-    num_committed = jnp.where(has_stop, first_stop + 1, allowed)
-    finish = jnp.where(has_stop, STOPPED, jnp.where(num_committed >= room, LENGTH, RUNNING))
+    is_missing = emitted == NO_ID  # stop ids are padded with the same value
+    is_end = is_missing | (emitted[:, :, None] == stop_ids[:, None, :]).any(axis=2)
+    first_of = lambda mask: jnp.min(jnp.where(mask & (slot < allowed[:, None]), slot, m1), axis=1)
+    first_end = first_of(is_end)
+    has_end, has_failed = first_end < m1, first_of(is_missing) == first_end
+    num_committed = jnp.where(has_end, first_end + jnp.where(has_failed, 0, 1), allowed)
+    ended = jnp.where(has_failed, FAILED, STOPPED)
+    finish = jnp.where(has_end, ended, jnp.where(num_committed >= room, LENGTH, RUNNING))
     num_committed = jnp.where(is_done, 0, num_committed)
     return Committed(num_committed, jnp.where(is_done, RUNNING, finish))

@@ -39,7 +39,7 @@ PROFILES = {
 _RATE = 1 / 16  # of the running estimate, once it has seen 12 blocks
 _BETTER = 1.05
 _MARGIN = 0.3
-_BURST_LEN = 4  # full blocks per probe: one alone says little
+BURST_LEN = 4  # full blocks per probe: one alone says little
 _PROBE_SHARE = 0.01
 _MIN_PROBE_EVERY, _MAX_PROBE_EVERY = 32, 4096
 _PROFILE_PROBE_EVERY = 64
@@ -148,7 +148,7 @@ def choose(
     # What a burst costs beyond the kept rung's time for as many tokens, in plain steps.
     at = lambda x: jnp.take_along_axis(x, rung[:, None], axis=1)[:, 0]
     worth = tokens[:, top] * at(control.costs) / at(tokens)
-    loss = jnp.maximum(control.costs[:, top] - worth, 0.0) / control.costs[:, 0] * _BURST_LEN
+    loss = jnp.maximum(control.costs[:, top] - worth, 0.0) / control.costs[:, 0] * BURST_LEN
     every = jnp.clip(loss / _PROBE_SHARE, _MIN_PROBE_EVERY, _MAX_PROBE_EVERY)
     if policy == PROFILE:  # without measured costs
         every = jnp.full_like(every, _PROFILE_PROBE_EVERY)
@@ -202,7 +202,7 @@ def observe(
     # The first full block of a probe begins a burst, which counts up from below zero.
     since = jnp.where(
         is_top & (control.since_probe > 0) & (control.rung < top),
-        1 - _BURST_LEN,
+        1 - BURST_LEN,
         jnp.where(is_top & (control.rung == top), 0, control.since_probe + 1),
     )
     return control._replace(

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from mimo_jax import cache as kv
 from mimo_jax.config import ConfigError, DraftConfig, TargetConfig
 from mimo_jax.decode import accept, adaptive, controller
+from mimo_jax.decode.integrity import check_integrity
 from mimo_jax.decode.placement import (
     ONE_ROW,
     ROWS,
@@ -428,7 +429,7 @@ class Engine:
         def blank(row_state):
             blank = lambda leaf: jnp.zeros((b, *leaf.shape[1:]), leaf.dtype)
             state = jax.tree.map(blank, row_state)
-            done = jnp.full((b,), accept.STOPPED, jnp.int32)
+            done = jnp.full((b,), accept.ENDED, jnp.int32)
             # length 1: an idle row steps too (masked out), and its anchor must stand somewhere.
             ones = lambda: jnp.ones((b,), jnp.int32)
             return dataclasses.replace(state, finish=done, length=ones(), max_len=ones())
@@ -545,6 +546,24 @@ class Engine:
         """The compiled step group, for inspection; arguments as of `steps_program`."""
         args = (self.params, state, *self.loop_args(1))
         return self._program("group", lambda: self.steps_program(state), *args)
+
+    def check_integrity(
+        self, state: DecodeState, prompt_lens: Sequence[int | None] | None = None
+    ) -> None:
+        """Raises IntegrityError, a line per violation, if a state contradicts itself.
+
+        For tests and for the suspicious: it copies the state's integers to the host.
+
+        Args:
+          state: Between two dispatches.
+          prompt_lens: Prompt length of each row, None where it is not known.
+        """
+        check_integrity(
+            state,
+            draft_block_len=self.draft_block_len,
+            vocab_size=self.target.config.vocab_size,
+            prompt_lens=prompt_lens,
+        )
 
     def run(self, state: DecodeState, num_steps: int, held: int | None = None) -> DecodeState:
         """Up to num_steps decode steps in one dispatch; the old state is consumed.

@@ -19,6 +19,17 @@ from mimo_jax.decode.request import Request
 from mimo_jax.decode.step import DecodeState
 from mimo_jax.timing import Stopwatch
 
+# RUNNING is not among them: an answer that only the host has ended says "length".
+FINISH_REASONS = {accept.STOPPED: "stop", accept.LENGTH: "length", accept.FAILED: "error"}
+
+
+def broken_logits(num_tokens: int) -> str:
+    """Why an answer of num_tokens tokens has no next one."""
+    return (
+        f"the model's logits after {num_tokens} tokens of the answer are not finite (NaN or "
+        "infinity); its weights or their dtype do not work for this text"
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
@@ -26,7 +37,7 @@ class Completion:
 
     Attributes:
       token_ids: Emitted ids, a stop id included.
-      finish_reason: "stop" or "length".
+      finish_reason: "stop", "length" or "error": the model gave no usable logits.
       num_committed_per_step: Tokens committed by each decode step; the token that prefill
         samples is not among them, so they sum to len(token_ids) - 1.
       num_accepted_per_step: Drafts accepted per step, before cuts by stop ids and length.
@@ -47,6 +58,12 @@ class Completion:
     decode_s: float
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+
+    @property
+    def error(self) -> str | None:
+        """One line that says why the answer broke off; None unless finish_reason is "error"."""
+        has_failed = self.finish_reason == FINISH_REASONS[accept.FAILED]
+        return broken_logits(len(self.token_ids)) if has_failed else None
 
 
 @dataclasses.dataclass
@@ -138,7 +155,7 @@ def generate(
                     row.num_streamed = len(emitted)
                     if must_end and slot not in finished:
                         finished.append(slot)
-                        ended = state.finish.at[slot].set(accept.STOPPED)
+                        ended = state.finish.at[slot].set(accept.ENDED)
                         state = dataclasses.replace(state, finish=ended)
         for slot in finished:
             row = rows[slot]
@@ -176,7 +193,7 @@ class _Host:
             top_logprobs = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
         return Completion(
             token_ids=self.tokens[slot, p : self.length[slot]].tolist(),
-            finish_reason="stop" if self.finish[slot] == accept.STOPPED else "length",
+            finish_reason=FINISH_REASONS.get(int(self.finish[slot]), "length"),
             num_committed_per_step=self.committed[slot, :n].tolist(),
             num_accepted_per_step=self.accepted[slot, :n].tolist(),
             num_offered_per_step=self.offered[slot, :n].tolist(),

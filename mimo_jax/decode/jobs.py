@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from mimo_jax.config import ConfigError
 from mimo_jax.decode import accept
 from mimo_jax.decode.answer import AnswerText, cut_completion
 from mimo_jax.decode.engine import Engine
-from mimo_jax.decode.generate import Completion, generate
+from mimo_jax.decode.generate import Completion, broken_logits, generate
 from mimo_jax.decode.prefix import Border, PromptReader, shared_borders
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.stats import AcceptStats
@@ -53,9 +54,10 @@ class Output:
 
     Attributes:
       prompt_ids: Token ids of the prompt.
-      token_ids: Emitted ids; the last may be a stop id, or have completed a stop string.
+      token_ids: Emitted ids; the last may be a stop id, or have completed a stop string. Empty if
+        the model had no usable logits for the first.
       text: Their text without stop id, stop string and special tokens; None without a tokenizer.
-      finish_reason: "stop" or "length".
+      finish_reason: "stop", "length" or "error".
       completion: Counts of every decode step, log probabilities and times of this answer.
       stats: Accept statistics of this answer.
       score: What it was ranked by, see `best_of_n`; None where it is the only candidate.
@@ -80,6 +82,11 @@ class Output:
     def top_logprobs(self) -> list[list[tuple[int, float]]] | None:
         """Likeliest (id, log probability) pairs at each of token_ids; None unless asked for."""
         return self.completion.top_logprobs
+
+    @property
+    def error(self) -> str | None:
+        """Why the answer broke off, in one line; None unless finish_reason is "error"."""
+        return self.completion.error
 
     @property
     def tau(self) -> float | None:
@@ -153,7 +160,7 @@ def _output(
         ids = completion.token_ids
         answer = AnswerText(tokenizer, job.stops)
         # A stop id ends the text and is not part of it, special or not.
-        answer.push(ids[:-1] if ids[-1] in job.request.stop_ids else ids)
+        answer.push(ids[:-1] if ids and ids[-1] in job.request.stop_ids else ids)
         answer.finish()
         text = answer.text
         if answer.is_stopped:
@@ -179,6 +186,8 @@ def stream_job(
 ) -> Iterator[str]:
     """Yields the text of one job in pieces, never half a character or part of a stop string.
 
+    Raises ConfigError where the model gives no usable logits: what was yielded before is right.
+
     Args:
       engine: Of batch size 1; fits the job.
       job: What to decode.
@@ -198,6 +207,8 @@ def stream_job(
         piece = answer.take_new()
         if piece:
             yield piece
+        if finish == accept.FAILED:
+            raise ConfigError(broken_logits(length - len(job.request.prompt_ids)))
         if finish != accept.RUNNING or answer.is_stopped:
             return
         state = engine.run(state, steps_per_group)

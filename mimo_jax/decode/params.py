@@ -5,8 +5,8 @@ value is refused everywhere with the same line. Imports no JAX: `--help` needs t
 """
 
 import dataclasses
-import math
 import numbers
+from typing import Any
 
 from mimo_jax.config import ConfigError
 
@@ -39,18 +39,43 @@ def _require(is_right: bool, name: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{name} {value} is out of range; allowed: {allowed}")
 
 
+def check_sampling(fields: Any) -> None:
+    """Raises ConfigError, naming field and range, for numbers that float32 cannot work with.
+
+    Logits of some hundreds over a temperature below 1e-5 come near float32's largest number; a
+    top_p that float32 rounds to 0 would keep no token at all.
+
+    Args:
+      fields: Has the sampling fields of SamplingParams, as `request.Request` does too.
+    """
+    is_in = lambda value, least, most: least <= value <= most  # False for NaN
+    temperature, penalty = fields.temperature, fields.repetition_penalty
+    is_temperature = temperature == 0 or is_in(temperature, 1e-5, 1e5)
+    _require(is_temperature, "temperature", temperature, ">= 0 (0 = greedy), else 1e-5..1e5")
+    _require(is_in(fields.top_p, 1e-6, 1), "top_p", fields.top_p, "above 0 (1e-6), up to 1 (= off)")
+    _require(0 <= fields.top_k < 2**31, "top_k", fields.top_k, ">= 0 (0 = off)")
+    _require(0 <= fields.min_p < 1, "min_p", fields.min_p, "0 up to below 1 (0 = off)")
+    _require(is_in(penalty, 1e-3, 1e3), "repetition_penalty", penalty, "1e-3..1e3 (1 = off)")
+    for name in ("presence_penalty", "frequency_penalty"):
+        _require(abs(getattr(fields, name)) <= 2, name, getattr(fields, name), "-2..2 (0 = off)")
+    _require(len(fields.logit_bias) <= 300, "logit_bias", "of so many ids", "at most 300 ids")
+    for token_id, value in fields.logit_bias:
+        _require(abs(value) <= 100, f"logit_bias of id {token_id}", value, "-100..100")
+    _require(0 <= fields.seed <= MAX_SEED, "seed", fields.seed, f"0..{MAX_SEED}")
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping of one answer.
 
     Attributes:
       max_tokens: Most tokens to emit, >= 1; the model's context may end the answer earlier.
-      temperature: 0 = greedy.
-      top_p: Nucleus mass in (0, 1]; 1 = off.
+      temperature: 0 = greedy, else 1e-5..1e5.
+      top_p: Nucleus mass in 1e-6..1; 1 = off.
       top_k: 0 = off.
       min_p: Least probability as a share of the largest, in [0, 1); 0 = off.
-      repetition_penalty: Above 0; positive logits of ids that were said or asked are divided by
-        it, negative ones multiplied; 1 = off.
+      repetition_penalty: In 1e-3..1e3; positive logits of ids that were said or asked are divided
+        by it, negative ones multiplied; 1 = off.
       presence_penalty: In [-2, 2], subtracted from the logits of ids that were said; 0 = off.
       frequency_penalty: In [-2, 2], subtracted once for each time an id was said; 0 = off.
       logit_bias: (id, value) pairs, values in [-100, 100], added to logits; at most 300.
@@ -95,21 +120,9 @@ class SamplingParams:
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise ConfigError(f"{name} is {value!r}, expected {what}")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, ">= 1")
-        is_temperature = math.isfinite(self.temperature) and self.temperature >= 0
-        _require(is_temperature, "temperature", self.temperature, ">= 0 (0 = greedy)")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0, up to 1 (1 = off)")
-        _require(0 <= self.top_k < 2**31, "top_k", self.top_k, ">= 0 (0 = off)")
-        _require(0 <= self.min_p < 1, "min_p", self.min_p, "0 up to below 1 (0 = off)")
-        penalty = self.repetition_penalty
-        _require(0 < penalty < math.inf, "repetition_penalty", penalty, "above 0 (1 = off)")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(abs(getattr(self, name)) <= 2, name, getattr(self, name), "-2..2 (0 = off)")
-        _require(len(self.logit_bias) <= 300, "logit_bias", "of so many ids", "at most 300 ids")
-        for token_id, value in self.logit_bias:
-            _require(abs(value) <= 100, f"logit_bias of id {token_id}", value, "-100..100")
+        check_sampling(self)
         _require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", self.logprobs,
                  "0..20")
-        _require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"0..{MAX_SEED}")
         _require(all(self.stop), "stop", "''", "strings of at least one character")
         _require(1 <= self.n <= MAX_CANDIDATES, "n", self.n, f"1..{MAX_CANDIDATES}")
         is_enough = self.n <= self.num_candidates <= MAX_CANDIDATES

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mimo_jax.config import ConfigError
+from mimo_jax.decode.params import check_sampling
 from mimo_jax.decode.sampling import MODES, RowSampling, mode_for
 
 
@@ -91,8 +92,13 @@ def check_request(
             f"prompt of {p} tokens and max_tokens {request.max_tokens} exceed the context of "
             f"{max_len} tokens"
         )
+    check_sampling(request)
     biased = [token_id for token_id, _ in request.logit_bias]
-    for what, ids in (("prompt token", request.prompt_ids), ("logit_bias", biased)):
+    for what, ids in (
+        ("prompt token", request.prompt_ids),
+        ("stop token", request.stop_ids),
+        ("logit_bias", biased),
+    ):
         bad = [i for i in ids if not 0 <= i < vocab_size]
         if bad:
             raise ConfigError(f"{what} id {bad[0]} is not in the vocabulary 0..{vocab_size - 1}")

@@ -118,7 +118,8 @@ def target_logits(
     scale = jnp.where(params.temperature > 0, params.temperature, 1.0)
     scaled = logits / scale[:, None, None]
     if mode in (FILTERED, ADJUSTED):
-        scaled = filter_logits(scaled, params.top_k, params.top_p, params.min_p, mesh_axis)
+        kept = filter_logits(scaled, params.top_k, params.top_p, params.min_p, mesh_axis)
+        scaled = jnp.where(jnp.isnan(scaled), scaled, kept)  # a broken model must not pass
     return scaled
 
 
@@ -157,7 +158,7 @@ def sample(
       mesh_axis: Over which the vocabulary is cut, or None.
 
     Returns:
-      int32 ids, the same on every device.
+      int32 ids, the same on every device; vocab.NO_ID where the logits are not finite.
     """
     if mode == GREEDY:
         return argmax_lowest(logits, mesh_axis)

@@ -98,7 +98,7 @@ def start_row(
         logprobs = jax.tree.map(placed, logprobs_of(logits, first, num_logprobs, mesh_axis))
     return DecodeState(
         tokens=jnp.where(is_first, first, tokens),
-        length=prompt_len + 1,
+        length=prompt_len + committed.num_committed,
         max_len=max_len,
         finish=committed.finish,
         stop_ids=stop_ids,

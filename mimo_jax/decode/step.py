@@ -85,7 +85,7 @@ class DecodeState:
       tokens: int32 [b, s] prompt and output; positions at or past `length` are meaningless.
       length: int32 [b] committed tokens, prompt included.
       max_len: int32 [b] length at which the row ends.
-      finish: int32 [b] accept.RUNNING, STOPPED or LENGTH.
+      finish: int32 [b] accept.RUNNING, STOPPED, LENGTH, FAILED or ENDED.
       stop_ids: int32 [b, n] padded with -1.
       sampling: Per-row parameters.
       seen: What penalties look at; None unless the program's mode adjusts logits.
@@ -234,6 +234,7 @@ def draft(
         slots = jnp.arange(draft_block_len - 1, dtype=jnp.int32)[None, :]
         positions = state.length[:, None] + slots
         ids, probs = propose(logits, state.sampling, positions, mode, target.mesh_axis)
+    ids = jnp.maximum(ids, 0)  # vocab.NO_ID: a drafter may be broken, the target must not see it
     return Draft(jnp.concatenate([anchors[:, None], ids], axis=1), active_len, probs)
 
 
@@ -383,8 +384,9 @@ def commit(
         state.max_len - state.length,
         was_done,
     )
+    has_stepped = committed.num_committed > 0  # neither rows that were done nor a failed token
     column = jnp.arange(state.committed_per_step.shape[1], dtype=jnp.int32)[None, :]
-    is_now = (column == state.num_steps[:, None]) & ~was_done[:, None]
+    is_now = (column == state.num_steps[:, None]) & has_stepped[:, None]
 
     def note(record, values):
         return jnp.where(is_now, values[:, None].astype(record.dtype), record)
@@ -407,7 +409,7 @@ def commit(
         tokens=write_at(state.tokens, result.emitted, state.length),
         length=state.length + committed.num_committed,
         finish=jnp.where(was_done, state.finish, committed.finish),
-        num_steps=state.num_steps + (~was_done).astype(jnp.int32),
+        num_steps=state.num_steps + has_stepped.astype(jnp.int32),
         committed_per_step=note(state.committed_per_step, committed.num_committed),
         accepted_per_step=note(state.accepted_per_step, result.num_accepted),
         offered_per_step=note(state.offered_per_step, result.num_offered),

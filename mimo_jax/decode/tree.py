@@ -193,7 +193,10 @@ def tree_step(
     axis, m = target.mesh_axis, draft_block_len - 1
     anchors, active_len, logits = block_logits(target, drafter, state, draft_block_len, most_active)
     top, ids = top_over(logits, min(num_nodes - 1, target.config.vocab_size), axis)
-    tree = grow(anchors, top - log_total(logits, axis)[..., None], ids, num_nodes)
+    log_probs = top - log_total(logits, axis)[..., None]
+    # A broken drafter's slots are the last choice: they cost speed only.
+    log_probs = jnp.where(jnp.isnan(log_probs), -jnp.inf, log_probs)
+    tree = grow(anchors, log_probs, ids, num_nodes)
     start = state.length - 1
     out, nodes = target.look(
         tree.tokens,

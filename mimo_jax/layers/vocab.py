@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from mimo_jax.layers.linear import psum_over
 
+NO_ID = -1  # where logits allow no choice: their largest is NaN or infinite
+
 
 def first_id(num_local: int, mesh_axis: str | None) -> Int[Array, ""]:
     """Global id of this device's first entry. Example: 8 entries each, third device -> 16."""
@@ -42,19 +44,27 @@ def argmax_lowest(
     XLA:CPU compiles jnp.argmax to a scalar loop over (value, index) pairs. On a mesh the logits
     are this device's stretch of the vocabulary and the index is global.
 
-    Example: (3, 7, 7) -> 1.
+    Logits that hold NaN or +inf, or only -inf, give NO_ID: a broken model is noticed by the pass
+    over its logits that is made anyway. (Their maximum alone says nothing: XLA:CPU's loses NaN.)
+
+    Example: (3, 7, 7) -> 1; (3, nan, 7) -> -1; (-inf, 2) -> 1.
     """
     v = logits.shape[-1]
     top = logits.max(axis=-1, keepdims=True)
     index = jnp.arange(v, dtype=jnp.int32).reshape((1,) * (logits.ndim - 1) + (v,))
-    best = jnp.min(jnp.where(logits == top, index, v - 1), axis=-1)
+    otherwise = jnp.where(jnp.isnan(logits), NO_ID, v - 1)
+    best = jnp.min(jnp.where(logits == top, index, otherwise), axis=-1)
     if mesh_axis is None:
-        return best
+        return jnp.where(jnp.isfinite(top[..., 0]), best, NO_ID)
     bits = jax.lax.bitcast_convert_type(top[..., 0].astype(jnp.float32), jnp.int32)
-    pairs = from_all_devices(jnp.stack([bits, best + first_id(v, mesh_axis)]), mesh_axis)
+    best = jnp.where(best == NO_ID, NO_ID, best + first_id(v, mesh_axis))
+    pairs = from_all_devices(jnp.stack([bits, best]), mesh_axis)
     tops = jax.lax.bitcast_convert_type(pairs[:, 0], jnp.float32)
-    is_top = tops == tops.max(axis=0, keepdims=True)
-    return jnp.min(jnp.where(is_top, pairs[:, 1], jnp.iinfo(jnp.int32).max), axis=0)
+    whole_top = tops.max(axis=0)
+    is_usable = jnp.isfinite(whole_top) & (pairs[:, 1] != NO_ID).all(axis=0)
+    past_all = jnp.iinfo(jnp.int32).max
+    best = jnp.min(jnp.where(tops == whole_top[None], pairs[:, 1], past_all), axis=0)
+    return jnp.where(is_usable, best, NO_ID)
 
 
 def at_ids(

@@ -254,7 +254,7 @@ class Target(nnx.Module):
                 old_pos = cache.key_positions(layer_idx)
                 old_pos = jnp.where(old_pos < start[:, None], old_pos, -1)
                 old_mask[window] = masks.causal_mask(positions, old_pos, window)
-            stretches = [Stretch(keys, values, new_mask[window])]
+            stretches = [Stretch(keys, kv.without_nan(values), new_mask[window])]
             if not is_first:
                 old = cache.layers[layer_idx]
                 stretches.append(Stretch(old.keys, old.values, old_mask[window]))

@@ -9,7 +9,8 @@ in the same bytes.
 
 An output line holds id, scene (if any), text, token_ids, finish_reason ("stop" or "length"), usage
 and accept_stats, with `detailed` also prompt_token_ids and num_committed_per_step, which sum to
-one less than there are token_ids: prefill gives the first. Or it holds id, scene and error.
+one less than there are token_ids: prefill gives the first. Or it holds id, scene and error: the
+line could not be used, or the model broke down on it (logits that are not finite).
 
 Where a line asked for several candidates, its text and ids are the best one's; it also holds score
 and the others as alternatives (n - 1 of them, best first). usage and accept_stats then count
@@ -199,7 +200,12 @@ def _answers(
         steps_per_group=_STEPS_PER_SHORT_GROUP if must_hurry else _STEPS_PER_GROUP,
         on_tokens=on_tokens,
     ):
-        yield indices[group_idx], outputs
+        index = indices[group_idx]
+        entry = entries[index]
+        broken = [output.error for output in outputs if output.error is not None]
+        if broken and entry.line is not None:
+            entry.error, outputs = f"line {entry.line.number}: {broken[0]}", []
+        yield index, outputs
 
 
 def _decode(

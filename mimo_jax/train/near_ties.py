@@ -57,6 +57,35 @@ def smallest_margins(target: Model, requests: Sequence[Request], *, max_len: int
     return np.asarray(margins, np.float32)
 
 
+def margin_between(
+    target: Model, request: Request, ours: Sequence[int], theirs: Sequence[int]
+) -> tuple[int, float | None]:
+    """Where two answers part, and by how much the target prefers one of the two tokens there.
+
+    A third voice: one forward over the whole text, without caches. Below `NEAR_TIE` rounding
+    decides; more is a bug.
+
+    Args:
+      target: The target, float32.
+      request: That both answer.
+      ours: One answer.
+      theirs: The other.
+
+    Returns:
+      (tokens before they part, gap of logits; None where one answer has ended).
+
+    Example: answers (5, 8, 9) and (5, 8, 4), logits 2.0 of id 9 and 1.9 of id 4 -> (2, 0.1).
+    """
+    num_both = min(len(ours), len(theirs))
+    shared = next((i for i in range(num_both) if ours[i] != theirs[i]), num_both)
+    if shared == num_both:
+        return shared, None
+    forward = jax.jit(lambda params, ids: nnx.merge(target.graph, params)(ids).logits[0, -1])
+    text = jnp.asarray([[*request.prompt_ids, *theirs[:shared]]], jnp.int32)
+    logits = forward(target.params, text)
+    return shared, abs(float(logits[ours[shared]] - logits[theirs[shared]]))
+
+
 def ties_last(margins: np.ndarray) -> list[int]:
     """Indices in order, those with a margin below NEAR_TIE behind all others.
 

@@ -17,7 +17,6 @@ from mimo_jax import cache as kv
 from mimo_jax.checkpoint.hf_target import load_mtp_drafter, load_mtp_heads
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError
 from mimo_jax.config import ConfigError
-from mimo_jax.decode import controller
 from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.generate import generate_all
 from mimo_jax.decode.placement import Model, place_on_mesh
@@ -281,11 +280,10 @@ def test_features_kept_aside_reach_the_heads(target, drafters):
     """150 plain steps, flushed 128 and 22 at a time in pieces of 32, then two blocks."""
     drafter = drafters["apart"]
     engine = Engine(target, drafter, max_len=192, policy="costs")
-    engine._costs = [1.0, 1.0, 1.0]
+    engine.costs = [1.0, 1.0, 1.0]
     state = engine.prefill(Request(list(range(7, 12)), 180))
     for rung, count in ((0, 150), (2, 2)):
-        forced = controller.forced(state.control, rung)
-        state = engine.run(dataclasses.replace(state, control=forced), count)
+        state = engine.run(state, count, held=rung)
     ids, anchor_pos = np.asarray(state.tokens)[:, :192], np.asarray(state.length) - 1
     from_memory, anew = _programs(target, drafter)
     args = (target.params, drafter.params, ids)

@@ -1,5 +1,6 @@
 """Batch jobs on the golden checkpoint, in this process. Run: pytest tests/serving/test_batch.py"""
 
+import dataclasses
 import errno
 import json
 import os
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mimo_jax import LLM, ConfigError
+from mimo_jax.models.params import flatten, unflatten
 from mimo_jax.serving.batch import run_batch
 from mimo_jax.serving.jsonl import JobError, OutputWriter, read_finished, read_lines
 from mimo_jax.serving.options import BatchOptions
@@ -473,3 +475,36 @@ def test_a_mesh_answers_the_same(llm, tmp_path):
         options = BatchOptions(llm.directory, file, tmp_path / "no", mesh=mesh, quiet=True)
         with pytest.raises(ConfigError, match=message):
             run_batch(options)
+
+
+def test_a_model_that_breaks_down_on_one_line(llm, tmp_path):
+    """NaN in one row of the embedding: that answer is an error line, the other one is whole."""
+    broken = next(i for i in ANSWERS[0][4:] if i not in ANSWERS[1] + PROMPTS[0] + PROMPTS[1])
+    num_good = ANSWERS[0].index(broken) + 1
+    flat = flatten(llm.target.params)
+    flat["embedding"] = flat["embedding"].at[broken].set(float("nan"))
+    params = unflatten(llm.target.params, flat)
+    bad = LLM(
+        dataclasses.replace(llm.target, params=params), llm.drafter, tokenizer=llm.tokenizer
+    )
+    lines = [{"id": str(b), "prompt_token_ids": PROMPTS[b], "scene": "chat"} for b in (0, 1)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = BatchOptions(
+        tmp_path, tmp_path / "in.jsonl", tmp_path / "out.jsonl", max_tokens=48, **PROGRAM
+    )
+    for _ in range(2):  # continued, it counts the error of the earlier run
+        assert run_batch(options, bad) == 1
+        first, second = read_records(options.output)
+        assert set(first) == {"id", "scene", "error"}
+        message = f"logits after {num_good} tokens of the answer are not finite (NaN or infinity)"
+        assert first["error"].startswith("line 1: the model's ")
+        assert message in first["error"]
+        assert second["token_ids"] == ANSWERS[1]
+    output, whole = bad.generate(PROMPTS, max_tokens=48, batch_size=2)
+    assert (output.finish_reason, output.token_ids) == ("error", ANSWERS[0][:num_good])
+    assert message in output.error
+    assert output.text == llm.tokenizer.decode(output.token_ids)
+    assert (whole.token_ids, whole.error) == (ANSWERS[1], None)
+    (nothing,) = bad.generate([broken], max_tokens=4)
+    assert (nothing.token_ids, nothing.text, nothing.tau) == ([], "", None)
+    assert nothing.finish_reason == "error"
