@@ -16,20 +16,22 @@ from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.placement import Model
 from mimo_jax.models.params import split
 
-PREFILL, STEP, DRAFT = "prefill", "step", "draft"
+PREFILL, STEP, DRAFT, TREE = "prefill", "step", "draft", "tree"
 
 
 class Event(NamedTuple):
     """Logits of one forward.
 
     Attributes:
-      kind: PREFILL (of a prompt chunk, [1, 1, v]), STEP (target, [b, t, v]) or DRAFT (drafter,
-        [b, m, v]).
+      kind: PREFILL (of a prompt chunk, [1, 1, v]), STEP (target, [b, t, v]), DRAFT (drafter,
+        [b, m, v]) or TREE (target, [b, n, v]).
       logits: float32.
+      nodes: Of a TREE: token ids [b, n], depths [b, n] and sees [b, n, n].
     """
 
     kind: str
     logits: np.ndarray
+    nodes: tuple[np.ndarray, ...] = ()
 
 
 class Recorder:
@@ -38,10 +40,13 @@ class Recorder:
     def __init__(self):
         self._events: list[Event] = []
 
-    def note(self, kind: str, logits) -> None:
-        """Notes logits of a running program."""
-        append = lambda values: self._events.append(Event(kind, np.array(values)))
-        io_callback(append, None, logits, ordered=True)
+    def note(self, kind: str, logits, nodes: tuple = ()) -> None:
+        """Notes logits of a running program, and the tree that they are of."""
+
+        def append(values, *nodes):
+            self._events.append(Event(kind, np.array(values), tuple(map(np.array, nodes))))
+
+        io_callback(append, None, logits, *nodes, ordered=True)
 
     def take(self) -> list[Event]:
         """The events since the last call."""
@@ -59,7 +64,9 @@ def _recorded(model: Model, recorder: Recorder, **overrides) -> Model:
 
         def noting(self, *args, inner=inner, kind=kind, logits_of=logits_of, **kwargs):
             out = inner(self, *args, **kwargs)
-            self.recorder.note(kind, logits_of(out))
+            # look(token_ids, cache, start, depths, sees)
+            nodes = (args[0], args[3], args[4]) if kind == TREE else ()
+            self.recorder.note(kind, logits_of(out), nodes)
             return out
 
         methods[name] = noting
@@ -80,7 +87,13 @@ def recording_engine(target: Model, drafter: Model | None, **options) -> tuple[E
       `recorder.take()` holds one event per prompt chunk.
     """
     recorder, of_output = Recorder(), lambda out: out.logits
-    target = _recorded(target, recorder, prefill=(PREFILL, of_output), step=(STEP, of_output))
+    target = _recorded(
+        target,
+        recorder,
+        prefill=(PREFILL, of_output),
+        step=(STEP, of_output),
+        look=(TREE, lambda out: out[0].logits),
+    )
     if drafter is not None:
         drafter = _recorded(drafter, recorder, draft_logits=(DRAFT, lambda logits: logits))
     return Engine(target, drafter, **options), recorder

@@ -19,7 +19,7 @@ from mimo_jax.decode.engine import Engine
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.step import DecodeState
 from mimo_jax.testing import rules
-from mimo_jax.testing.recording import DRAFT, PREFILL, STEP, Event, Recorder
+from mimo_jax.testing.recording import DRAFT, PREFILL, STEP, TREE, Event, Recorder
 
 FINISH = {"running": 0, "stop": 1, "length": 2, "error": 3}
 PENDING_ROOM, PIECE = 128, 32
@@ -188,7 +188,10 @@ class Replay:
             for _ in range(num_steps):
                 if not self._is_open():
                     break
-                self._step(self.block_len, [self.block_len] * len(self.rows))
+                if self.engine.max_verify_nodes is not None:
+                    self._step_by_tree()
+                else:
+                    self._step(self.block_len, [self.block_len] * len(self.rows))
         else:
             self._run_adaptive(num_steps)
         assert not self._events, f"{len(self._events)} forwards more than the replay knows of"
@@ -198,11 +201,49 @@ class Replay:
     def _is_open(self) -> bool:
         return any(row is not None and row.is_running for row in self.rows)
 
-    def _next(self, kind: str) -> np.ndarray:
+    def _next_event(self, kind: str) -> Event:
         assert self._events, f"the engine has no further {kind}"
         event = self._events.pop()
         assert event.kind == kind, f"the engine's next forward is a {event.kind}, expected {kind}"
-        return event.logits
+        return event
+
+    def _next(self, kind: str) -> np.ndarray:
+        return self._next_event(kind).logits
+
+    def _step_by_tree(self) -> None:
+        """One step in which each row verifies the likeliest prefixes of its draft."""
+        draft_logits, event = self._next(DRAFT), self._next_event(TREE)
+        for index, row in enumerate(self.rows):
+            if row is None:
+                continue
+            start = len(row.tokens) - 1
+            for ring in (row.target_ring, row.drafter_ring):
+                if ring is not None:
+                    ring.write(start, self.block_len)
+            if not row.is_running:
+                continue
+            tokens, depths, sees = (x[index] for x in event.nodes)
+            node_of: dict[tuple[int, ...], int] = {}
+            for node in range(len(tokens)):
+                path = np.flatnonzero(sees[node])
+                path = path[np.argsort(depths[path])][1:]  # without the anchor
+                assert depths[path].tolist() == list(range(1, len(path) + 1))
+                node_of[tuple(tokens[path].tolist())] = node
+            rules.check_tree(set(node_of), draft_logits[index], len(tokens))
+            active_len = min(self.block_len, row.room + 1)
+            prefix: tuple[int, ...] = ()
+            while True:
+                drafts, values = list(prefix), event.logits[index][node_of[prefix]]
+                if self.mode == "adjusted":
+                    values = rules.adjusted(values, row.request, [*row.output, *drafts])
+                has_filters = self.mode in ("filtered", "adjusted")
+                values = rules.scaled_logits(values, row.request, has_filters=has_filters)
+                position = len(row.tokens) + len(prefix)
+                choice = rules.choose(values, row.request, position, rules.TOKEN)
+                if len(prefix) + 1 >= active_len or (*prefix, choice) not in node_of:
+                    break
+                prefix = (*prefix, choice)
+            self._note_step(row, [*prefix, choice], len(prefix), active_len - 1)
 
     def _step(self, width: int, active: list[int]) -> None:
         """One step of `width` slots, of which each row may use `active`."""
@@ -232,7 +273,14 @@ class Replay:
             num_accepted, bonus = rules.accept_by_match(drafts, choices)
         else:
             drafts, num_accepted, bonus = self._judge(row, logits, draft_logits, num_drafts)
-        emitted = [*drafts[:num_accepted], bonus]
+        self._note_step(row, [*drafts[:num_accepted], bonus], num_accepted, num_drafts)
+        if row.learner is not None and draft_logits is not None:
+            row.learner.learn(self._rungs[id(row)], num_accepted, num_drafts)
+
+    def _note_step(
+        self, row: ReplayRow, emitted: list[int], num_accepted: int, num_drafts: int
+    ) -> None:
+        """Commits what a step emitted."""
         count, finish = rules.cut(emitted, row.request.stop_ids, row.room)
         row.finish = finish
         if count:
@@ -243,8 +291,6 @@ class Replay:
                 (row.offered, num_drafts),
             ):
                 record.append(value)
-        if row.learner is not None and draft_logits is not None:
-            row.learner.learn(self._rungs[id(row)], num_accepted, num_drafts)
 
     def _scaled(self, row: ReplayRow, logits, drafts: list[int]) -> list[np.ndarray]:
         """Logits that tokens are chosen by: after the anchor and after each draft."""

@@ -6,6 +6,7 @@ stream), without which no token could be foretold.
 """
 
 import functools
+import heapq
 from collections.abc import Sequence
 
 import jax
@@ -187,3 +188,32 @@ def cut(tokens: Sequence[int], stop_ids: Sequence[int], room: int) -> tuple[int,
         if token in stop_ids:
             return number + 1, "stop"
     return (room, "length") if len(tokens) >= room else (len(tokens), "running")
+
+
+def check_tree(prefixes: set[tuple[int, ...]], draft_logits: np.ndarray, num_nodes: int) -> None:
+    """Asserts that a tree holds the likeliest prefixes of the drafter's marginals, by a heap.
+
+    Args:
+      prefixes: Drafts up to each node; () is the anchor.
+      draft_logits: float32 [m, v].
+      num_nodes: Of the tree, the anchor included.
+    """
+    top = draft_logits.max(axis=1, keepdims=True)
+    logs = draft_logits - top - np.log(np.exp(draft_logits - top).sum(axis=1, keepdims=True))
+    order = np.argsort(-logs, axis=1, kind="stable")
+    score = lambda ids: sum(float(logs[depth, i]) for depth, i in enumerate(ids))
+    ids_of = lambda ranks: tuple(int(order[depth, rank]) for depth, rank in enumerate(ranks))
+    heap: list[tuple[float, tuple[int, ...]]] = [(-score(ids_of((0,))), (0,))]
+    best: list[tuple[int, ...]] = []
+    while heap and len(best) < num_nodes - 1:
+        ranks = heapq.heappop(heap)[1]
+        best.append(ids_of(ranks))
+        following = [(*ranks, 0)] if len(ranks) < len(logs) else []
+        if ranks[-1] + 1 < logs.shape[1]:
+            following.append((*ranks[:-1], ranks[-1] + 1))
+        for after in following:
+            heapq.heappush(heap, (-score(ids_of(after)), after))
+    assert len(prefixes) == num_nodes, "two nodes stand for one prefix"
+    assert all(ids[:-1] in prefixes for ids in prefixes if ids), "a node without its parent"
+    got, want = (sorted(map(score, x)) for x in (prefixes - {()}, best))
+    assert np.allclose(got, want, atol=1e-4), "a likelier prefix was left out"

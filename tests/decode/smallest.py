@@ -33,6 +33,7 @@ MODES = {
     "adjusted": (PENALTIES, {"mode": ADJUSTED, "max_bias_ids": 2}),
     "rejection": (FILTERS, {"mode": FILTERED, "rule": "rejection"}),
     "block": (WARM, {"mode": SAMPLED, "rule": "block"}),
+    "tree": (PENALTIES, {"mode": ADJUSTED, "max_bias_ids": 2, "max_verify_nodes": 9}),
     "costs": (WARM, {"mode": SAMPLED, "policy": "costs"}),
     "profile": (PENALTIES, {"mode": ADJUSTED, "max_bias_ids": 2, "policy": "profile"}),
 }
@@ -44,8 +45,8 @@ class CheckedEngine(Engine):
 
     num_checks = 0
 
-    def prefill(self, request, earlier=None):
-        state = super().prefill(request, earlier)
+    def start(self, request, memory, earlier=None):
+        state = super().start(request, memory, earlier)
         self._last_prompt_len = len(request.prompt_ids)
         if self.batch_size == 1:
             self._prompt_lens = [self._last_prompt_len]
@@ -61,8 +62,8 @@ class CheckedEngine(Engine):
         self.check_integrity(state, self._prompt_lens)
         return state
 
-    def run(self, state, num_steps):
-        state = super().run(state, num_steps)
+    def run(self, state, num_steps, held=None):
+        state = super().run(state, num_steps, held)
         self.check_integrity(state, self._prompt_lens)
         self.num_checks += 1
         return state

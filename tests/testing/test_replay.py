@@ -10,7 +10,7 @@ from mimo_jax.testing.replay import replay_requests
 from tests.decode import smallest
 
 # Between them: plain and drafted steps, all filters and penalties, two rules, both policies.
-QUICK = ("block", "costs", "profile")
+QUICK = ("block", "costs", "profile", "tree")
 CASES = [
     pytest.param(name, rows, marks=[] if rows == 3 and name in QUICK else [pytest.mark.slow])
     for name in smallest.MODES
