@@ -216,7 +216,7 @@ def test_what_logits_allow_no_choice(mode):
     ):
         logits = clean.copy()
         logits[1, 2, at] = value
-        got = np.asarray(draw(logits))
+        got = np.array(draw(logits))
         assert (got[1, 2] == NO_ID) != is_choice, (value, at)
         assert got[1, 2] != want[1, 2]
         got[1, 2] = want[1, 2]
