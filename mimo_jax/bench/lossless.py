@@ -52,6 +52,7 @@ MODES = (
     Mode("profile", {"policy": controller.PROFILE}),
     Mode("held plain", {"policy": controller.COSTS}, rung=0),
     Mode("held half", {"policy": controller.COSTS}, rung=1),
+    Mode("held full", {"policy": controller.COSTS}, rung=2),
 )
 
 

@@ -199,21 +199,28 @@ def test_a_stream_ends_with_the_error():
 @pytest.mark.parametrize("mode", MODES)
 def test_what_logits_allow_no_choice(mode):
     fields = {GREEDY: {}, SAMPLED: smallest.WARM}.get(mode, smallest.FILTERS)
-    params = jax.tree.map(jnp.asarray, row_sampling(Request((1,), 1, **fields), 0))
-    draw = jax.jit(lambda x: sample(x, params, jnp.asarray([[4]], jnp.int32), mode))
-    clean = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 2048)), jnp.float32)
+    one = row_sampling(Request((1,), 1, **fields), 0)
+    params = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), 4, axis=0), one)
+    positions = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (4, 9))
+    draw = jax.jit(lambda x: sample(x, params, positions, mode))
+    clean = np.random.default_rng(0).normal(size=(4, 9, 2048)).astype(np.float32)
+    want = np.asarray(draw(clean))
     for value, at, is_choice in (
-        (jnp.nan, 300, False),
-        (jnp.nan, 1024, False),  # XLA:CPU's maximum of 2,048 numbers does not see this one
-        (-jnp.nan, 300, False),
-        (jnp.nan, slice(None), False),
-        (jnp.inf, 300, False),
-        (-jnp.inf, slice(None), False),
-        (-jnp.inf, 300, True),
+        (np.nan, 0, False),  # XLA:CPU's maximum does not see this one, nor the next
+        (np.nan, 1024, False),
+        (-np.nan, 300, False),
+        (np.nan, slice(None), False),
+        (np.inf, 300, False),
+        (-np.inf, slice(None), False),
+        (-np.inf, int(want[1, 2]), True),
     ):
-        got = int(draw(clean.at[0, 0, at].set(value))[0, 0])
-        assert (got == NO_ID) != is_choice, (value, at)
-        assert got != 300
+        logits = clean.copy()
+        logits[1, 2, at] = value
+        got = np.array(draw(logits))
+        assert (got[1, 2] == NO_ID) != is_choice, (value, at)
+        assert got[1, 2] != want[1, 2]
+        got[1, 2] = want[1, 2]
+        assert (got == want).all()
 
 
 @pytest.mark.multi_device
@@ -228,11 +235,12 @@ def test_a_vocabulary_over_eight_devices():
             check_vma=False,
         )
     )
-    logits = np.random.default_rng(1).normal(size=(5, 1, 8 * 2048)).astype(np.float32)
-    logits[0, 0, 3 * 2048 + 1024], logits[1, 0, 0], logits[2, 0, -1] = np.nan, np.inf, -np.inf
-    logits[3] = -np.inf
-    got = np.asarray(best(logits))[:, 0].tolist()
-    assert got == [NO_ID, NO_ID, int(logits[2].argmax()), NO_ID, int(logits[4].argmax())]
+    logits = np.random.default_rng(1).normal(size=(5, 9, 8 * 2048)).astype(np.float32)
+    want = logits.argmax(axis=-1)
+    logits[0, 3, 3 * 2048 + 1024], logits[1, 3, 0], logits[2, 3, want[2, 3]] = np.nan, np.inf, 9
+    logits[3, 3], logits[4, 3, 5 * 2048] = -np.inf, np.nan
+    want[[0, 1, 3, 4], 3] = NO_ID
+    assert (np.asarray(best(logits)) == want).all()
 
 
 def test_padding_of_stop_ids_hides_no_failure():

@@ -3,6 +3,8 @@
 Run: .venv/bin/python -m pytest tests/testing/test_replay.py
 """
 
+import dataclasses
+
 import pytest
 
 from mimo_jax.testing.recording import recording_engine
@@ -27,6 +29,9 @@ def test_every_carried_integer(name, batch_size):
     )
     engine.costs = smallest.COSTS
     requests = smallest.requests_of(name, 9, seed=2)
+    for number in range(3):  # long enough for probes, which wait for 32 steps and more
+        long = dataclasses.replace(requests[number + 4], prompt_ids=[7, number], stop_ids=())
+        requests.append(dataclasses.replace(long, max_tokens=115))
     num_compared, outputs = replay_requests(engine, recorder, requests, steps_per_group=5)
     assert num_compared >= 8
     assert all(outputs)
