@@ -43,6 +43,7 @@ from mimo_jax.decode.placement import Model, place_on_mesh
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.sampling import MODES, mode_for
 from mimo_jax.models.params import flatten
+from mimo_jax.quant.kv import NONE, format_named
 from mimo_jax.text.chat import load_chat_template, render_chat
 from mimo_jax.text.tokenizer import Tokenizer
 
@@ -157,6 +158,7 @@ class LLM:
       tokenizer: None if the checkpoint has none: then prompts are token ids and text is None.
       stop_ids: The checkpoint's end-of-sequence ids.
       directory: Where it came from, or None.
+      kv_format: How engines quantise the memory of global layers; None = not at all.
     """
 
     def __init__(
@@ -167,8 +169,10 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         stop_ids: tuple[int, ...] = (),
         directory: Path | None = None,
+        kv_format: str = NONE,
     ):
         """Joins models that are already in memory; `LLM.load` reads a checkpoint."""
+        self.kv_format = format_named(kv_format)
         self.config, self.trained_block_len = target.config, 1
         if drafter is not None:
             drafter.config.check_fits(target.config)
@@ -194,6 +198,7 @@ class LLM:
         mesh: Mesh | None = None,
         has_whole_drafter: bool = False,
         qkv_layout: str | None = None,
+        kv_format: str = NONE,
         on_progress: Callable[[int, int], object] = lambda done_bytes, total_bytes: None,
     ) -> "LLM":
         """Reads a published checkpoint directory.
@@ -210,15 +215,18 @@ class LLM:
             do not divide. `python -m mimo_jax.plan` says which is faster.
           qkv_layout: "plain" for MiMo files re-exported with a fused qkv of rows [Q; K; V], which
             nothing in them tells apart from the published ones; see `hf_target.open_target`.
+          kv_format: How global layers remember: "none" = in dtype, or quantised as "int8", "kvarn4"
+            or "kvarn2" (see `quant/kv.py`); changes answers slightly, drafting or not.
           on_progress: Called as parameters are read, with (bytes so far, bytes in all).
 
         Raises:
           CheckpointError: Naming file and key of whatever cannot be used.
-          ConfigError: If the drafter was made for another target, dtype is unknown, or an axis
-            does not divide over the mesh.
+          ConfigError: If the drafter was made for another target, dtype or kv_format is unknown, or
+            an axis does not divide over the mesh.
         """
         if dtype not in DTYPES:
             raise ConfigError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
+        format_named(kv_format)  # refused before anything is read
         directory = Path(checkpoint_dir)
         file_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         place: dict[str, Any] = {"mesh": mesh, "is_transposed": prefers_transposed(file_bytes)}
@@ -241,6 +249,7 @@ class LLM:
             tokenizer=tokenizer,
             stop_ids=read_stop_ids(directory, config.vocab_size),
             directory=directory,
+            kv_format=kv_format,
         )
 
     def __repr__(self) -> str:
@@ -418,6 +427,7 @@ class LLM:
                 max_stop_ids=max_stop_ids,
                 max_bias_ids=max_bias_ids,
                 num_logprobs=num_logprobs,
+                kv_format=self.kv_format,
             )
         return self._engines[key]
 
