@@ -48,20 +48,20 @@ class KVCache:
       layers: One LayerCache per layer; SealedLayer where linear memory is quantised.
       ring_positions: Absolute position held by each slot of every ring layer, int32 [b, s_ring],
         -1 = nothing; None when no layer is a ring.
-      num_sealed: int32 [b], groups of each row in codes; None when no layer is quantised.
       windows: Per layer: None = linear (slot i holds position i), else a ring of that window.
       slack: Longest block that a step may write.
       piece_len: Slots of a long linear layer that are read at once.
       form: How linear layers are quantised; None = not at all.
+      num_sealed: int32 [b], groups of each row in codes; None when no layer is quantised.
     """
 
     layers: tuple[LayerCache | SealedLayer, ...]
     ring_positions: Int[Array, "b s"] | None
-    num_sealed: Int[Array, "b"] | None
     windows: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
     slack: int = dataclasses.field(metadata={"static": True})
     piece_len: int = dataclasses.field(metadata={"static": True}, default=PIECE_LEN)
     form: KVFormat | None = dataclasses.field(metadata={"static": True}, default=None)
+    num_sealed: Int[Array, "b"] | None = None
 
     @property
     def batch_size(self) -> int:
@@ -147,7 +147,7 @@ def make_cache(
         ring_positions = jnp.full((batch_size, s), -1, jnp.int32)
     has_sealed = any(isinstance(layer, SealedLayer) for layer in layers)
     num_sealed = jnp.zeros((batch_size,), jnp.int32) if has_sealed else None
-    return KVCache(tuple(layers), ring_positions, num_sealed, windows, slack, piece_len, form)
+    return KVCache(tuple(layers), ring_positions, windows, slack, piece_len, form, num_sealed)
 
 
 def seal_full_groups(cache: KVCache, start: Int[Array, "b"]) -> KVCache:
