@@ -7,6 +7,10 @@ absolute position may then stand twice (behind the end, and at its slot after a 
 ring keeps the absolute position of every slot and a write first forgets positions at or past its
 start. All ring layers of a cache share one position table.
 
+A linear layer of more than two pieces is read piece by piece up to a row's length (`recall.py`),
+so that neither time nor scratch follows the capacity. Linear layers may hold their older tokens in
+codes (`sealed.py`); rings never do: they are small, and their slots are overwritten.
+
 Rejected: a ring of `window` slots (a speculative write would overwrite live history), and
 modular scatter (on XLA:CPU a loop over rows; two contiguous updates are 10x cheaper).
 
@@ -24,8 +28,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# Unrolled row writes up to this batch; a scatter beyond (the program would grow with the batch).
-_MAX_UNROLLED_ROWS = 8
+from mimo_jax import sealed
+from mimo_jax.quant.kv import KVFormat
+from mimo_jax.sealed import SealedLayer, write_rows
+
+PIECE_LEN = 1024  # slots read at once; 2,048 cost short rows 0.1 ms, 512 long ones a third more
 
 
 class LayerCache(NamedTuple):
@@ -42,28 +49,44 @@ class KVCache:
     """Memory of one model for a batch of rows.
 
     Attributes:
-      layers: One LayerCache per layer.
+      layers: One LayerCache per layer; SealedLayer where linear memory is quantised.
       ring_positions: Absolute position held by each slot of every ring layer, int32 [b, s_ring],
         -1 = nothing; None when no layer is a ring.
       windows: Per layer: None = linear (slot i holds position i), else a ring of that window.
       slack: Longest block that a step may write.
+      piece_len: Slots of a long linear layer that are read at once.
+      form: How linear layers are quantised; None = not at all.
+      num_sealed: int32 [b], groups of each row in codes; None when no layer is quantised.
     """
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[LayerCache | SealedLayer, ...]
     ring_positions: Int[Array, "b s"] | None
     windows: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
     slack: int = dataclasses.field(metadata={"static": True})
+    piece_len: int = dataclasses.field(metadata={"static": True}, default=PIECE_LEN)
+    form: KVFormat | None = dataclasses.field(metadata={"static": True}, default=None)
+    num_sealed: Int[Array, "b"] | None = None
 
     @property
     def batch_size(self) -> int:
-        return self.layers[0].keys.shape[0]
+        return jax.tree.leaves(self.layers)[0].shape[0]
+
+    def is_long(self, layer_idx: int) -> bool:
+        """Whether a layer is read piece by piece: a linear one of more than two pieces."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, SealedLayer):
+            return True
+        is_linear = self.windows[layer_idx] is None
+        return is_linear and layer.keys.shape[2] > 2 * self.piece_len
 
     def key_positions(self, layer_idx: int) -> Int[Array, "b s"]:
         """Absolute position of each slot of a layer; -1 where a ring slot holds nothing."""
         if self.windows[layer_idx] is not None:
             assert self.ring_positions is not None, "ring layers have a position table"
             return self.ring_positions
-        s = self.layers[layer_idx].keys.shape[2]
+        layer = self.layers[layer_idx]
+        assert isinstance(layer, LayerCache), "a quantised layer has no position per slot"
+        s = layer.keys.shape[2]
         index = jnp.arange(s, dtype=jnp.int32)[None, :]
         return jnp.broadcast_to(index, (self.batch_size, s))
 
@@ -84,6 +107,8 @@ def make_cache(
     *,
     slack: int,
     dtype,
+    piece_len: int = PIECE_LEN,
+    form: KVFormat | None = None,
 ) -> KVCache:
     """An empty cache.
 
@@ -94,15 +119,26 @@ def make_cache(
       windows: Per layer a ring's window or None. All rings must have one window.
       slack: Longest block that a step may write, >= 1.
       dtype: Of keys and values.
+      piece_len: Slots of a long linear layer that are read at once.
+      form: How linear layers are quantised, or None.
 
     Raises:
-      ValueError: If two ring layers have different windows.
+      ValueError: If two ring layers have different windows, or groups do not fit blocks and pieces.
     """
+    if form is not None and (piece_len % form.group_len or slack > form.group_len):
+        raise ValueError(
+            f"group_len {form.group_len} must divide a piece of {piece_len} and hold a block of "
+            f"{slack}"
+        )
     ring_windows = {w for w in windows if w is not None}
     if len(ring_windows) > 1:
         raise ValueError(f"ring layers share one window, got {sorted(ring_windows)}")
     layers = []
     for (k, h, hv), window in zip(geometry, windows, strict=True):
+        if window is None and form is not None:
+            sizes = {"slack": slack, "piece_len": piece_len, "dtype": dtype}
+            layers.append(sealed.make_layer(batch_size, max_len, (k, h, hv), form, **sizes))
+            continue
         s = max_len + slack if window is None else ring_len(window, slack) + slack
         layers.append(
             LayerCache(
@@ -113,7 +149,27 @@ def make_cache(
     if ring_windows:
         s = ring_len(ring_windows.pop(), slack) + slack
         ring_positions = jnp.full((batch_size, s), -1, jnp.int32)
-    return KVCache(tuple(layers), ring_positions, windows, slack)
+    has_sealed = any(isinstance(layer, SealedLayer) for layer in layers)
+    num_sealed = jnp.zeros((batch_size,), jnp.int32) if has_sealed else None
+    return KVCache(tuple(layers), ring_positions, windows, slack, piece_len, form, num_sealed)
+
+
+def seal_full_groups(cache: KVCache, start: Int[Array, "b"]) -> KVCache:
+    """With every group in codes that ends at or before `start`; once per step, before all writes.
+
+    Args:
+      cache: Memory; unchanged where no layer is quantised.
+      start: Positions below are committed and in memory.
+    """
+    if cache.form is None or cache.num_sealed is None:
+        return cache
+    layers = list(cache.layers)
+    indices = [i for i, layer in enumerate(layers) if isinstance(layer, SealedLayer)]
+    held = tuple(layer for layer in layers if isinstance(layer, SealedLayer))
+    held, num_sealed = sealed.seal_full_groups(held, cache.num_sealed, start, cache.form)
+    for i, layer in zip(indices, held, strict=True):
+        layers[i] = layer
+    return dataclasses.replace(cache, layers=tuple(layers), num_sealed=num_sealed)
 
 
 def advance_ring_positions(cache: KVCache, start: Int[Array, "b"], t: int) -> KVCache:
@@ -138,27 +194,22 @@ def without_nan(values: Float[Array, "*b"]) -> Float[Array, "*b"]:
     return jnp.nan_to_num(values)
 
 
-def _write_rows(memory, block, slots):
-    """memory [b,k,s,h] with block [b,k,t,h] at slots[b] of each row."""
-    if memory.shape[0] > _MAX_UNROLLED_ROWS:
-        one_row = lambda m, x, s: jax.lax.dynamic_update_slice(m, x, (0, s, 0))
-        return jax.vmap(one_row)(memory, block, slots)
-    for row in range(memory.shape[0]):
-        start = (row, 0, slots[row], 0)
-        memory = jax.lax.dynamic_update_slice(memory, block[row : row + 1], start)
-    return memory
-
-
 def write_block(
     cache: KVCache, layer_idx: int, keys: Array, values: Array, start: Int[Array, "b"]
-) -> LayerCache:
+) -> LayerCache | SealedLayer:
     """A layer with keys/values [b, k, t, *] written at positions start .. start+t-1; t <= slack."""
     layer = cache.layers[layer_idx]
-    slots, values = start, without_nan(values)
+    values = without_nan(values)
+    if isinstance(layer, SealedLayer):
+        assert cache.num_sealed is not None
+        assert cache.form is not None
+        g = cache.form.group_len
+        return sealed.write_block(layer, keys, values, cache.num_sealed, start, g)
+    slots = start
     if cache.windows[layer_idx] is not None:
         slots = start % (layer.keys.shape[2] - cache.slack)
     written = LayerCache(
-        _write_rows(layer.keys, keys, slots), _write_rows(layer.values, values, slots)
+        write_rows(layer.keys, keys, slots), write_rows(layer.values, values, slots)
     )
     # Without it XLA:CPU writes a single position twice, once for the reader and once for the
     # carry, into copies of the whole memory: a cost that grows with the context.
@@ -202,20 +253,24 @@ def write_chunk(
     values: Array,
     start: Int[Array, "b"],
     num_valid: Int[Array, "b"],
-) -> LayerCache:
+) -> LayerCache | SealedLayer:
     """A layer with a prompt chunk of any length t written: positions start .. start+num_valid-1.
 
     Padding at the chunk's end is not kept in rings; in linear layers it lands past the row's
     length, where it is masked. Only prompts come this way: the slack slots must still be empty.
+    In quantised layers `start` is a multiple of the group length.
     """
     layer, values = cache.layers[layer_idx], without_nan(values)
+    if isinstance(layer, SealedLayer):
+        assert cache.form is not None
+        return sealed.write_chunk(layer, keys, values, start, num_valid, cache.form)
     if cache.windows[layer_idx] is None:
         t = keys.shape[2]
         room = layer.keys.shape[2]
         if t > room:
             keys, values = keys[:, :, :room], values[:, :, :room]
         return LayerCache(
-            _write_rows(layer.keys, keys, start), _write_rows(layer.values, values, start)
+            write_rows(layer.keys, keys, start), write_rows(layer.values, values, start)
         )
     wanted = _chunk_slot_positions(cache, start + num_valid)
     source = jnp.clip(wanted - start[:, None], 0, keys.shape[2] - 1)[:, None, :, None]
@@ -228,7 +283,10 @@ def write_chunk(
 
 
 def finish_chunk(cache: KVCache, start: Int[Array, "b"], num_valid: Int[Array, "b"]) -> KVCache:
-    """Updates the position table after all layers wrote a chunk."""
+    """Updates the position table and the count of groups after all layers wrote a chunk."""
+    if cache.num_sealed is not None and cache.form is not None:
+        num_sealed = (start + num_valid) // cache.form.group_len
+        cache = dataclasses.replace(cache, num_sealed=num_sealed)
     if cache.ring_positions is None:
         return cache
     return dataclasses.replace(

@@ -44,6 +44,7 @@ from mimo_jax.decode.step import (
 )
 from mimo_jax.decode.tree import MAX_NODES, tree_step
 from mimo_jax.models.params import transpose_weights
+from mimo_jax.quant.kv import KVFormat
 from mimo_jax.sharding import DATA, DECODE, MODEL
 from mimo_jax.timing import Stopwatch
 
@@ -110,6 +111,9 @@ class Engine:
       max_bias_ids: Logit biases per request.
       num_logprobs: Record the log probability of every token, and of this many likeliest ids at
         its position; None = record none.
+      kv_format: How the memory of the target's global layers is quantised, of quant.kv.FORMATS;
+        None = not at all. Drafting changes no answer then either: what a position sees in codes is
+        told by the position.
 
     Raises:
       ConfigError: If drafter and target do not fit, or a length is out of range.
@@ -130,6 +134,7 @@ class Engine:
         max_stop_ids: int = 8,
         max_bias_ids: int = 0,
         num_logprobs: int | None = None,
+        kv_format: KVFormat | None = None,
     ):
         if max_len > target.config.max_position:
             raise ConfigError(
@@ -173,6 +178,11 @@ class Engine:
         self.costs: list[float] | None = None  # of a step of each rung; see costs.py
         self._controls: dict[tuple, controller.Control] = {}  # fresh ones, by scene and costs
         self.rule, self.max_bias_ids, self.num_logprobs = rule, max_bias_ids, num_logprobs
+        self.kv_format = kv_format
+        if kv_format is not None and PROMPT_CHUNK % kv_format.group_len:
+            raise ConfigError(
+                f"group_len {kv_format.group_len} does not divide prompt chunks of {PROMPT_CHUNK}"
+            )
         self.max_len = max_len
         self.capacity = -(-max_len // LENGTH_BUCKET) * LENGTH_BUCKET
         self.compile_s = 0.0
@@ -236,7 +246,7 @@ class Engine:
 
     def _empty_row(self, target, drafter):
         slack = self.draft_block_len
-        target_cache = target.make_cache(1, self.capacity, slack)
+        target_cache = target.make_cache(1, self.capacity, slack, form=self.kv_format)
         if drafter is None:
             return target_cache, None
         if self.policy is not None:

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mimo_jax.cache import KVCache
+from mimo_jax.cache import KVCache, LayerCache
 from mimo_jax.decode import accept, controller
 from mimo_jax.decode.step import DecodeState
 
@@ -293,7 +293,11 @@ class _Ring:
         table = memory.ring_positions
         self.table = None if table is None else np.asarray(table, np.int64)
         pairs = zip(memory.layers, memory.windows, strict=True)
-        linear = [layer.keys.shape[2] for layer, window in pairs if window is None]
+        linear = [
+            layer.keys.shape[2]
+            for layer, window in pairs
+            if window is None and isinstance(layer, LayerCache)
+        ]
         self.num_linear = min(linear, default=None)
 
     def violations(self, row: _Row, num_pending: int) -> Iterator[str]:

@@ -58,6 +58,7 @@ from mimo_jax.decode.request import Request
 from mimo_jax.decode.sampling import MODES, mode_for
 from mimo_jax.decode.tree import NUM_NODES
 from mimo_jax.models.params import flatten
+from mimo_jax.quant.kv import NONE, format_named
 from mimo_jax.text.chat import load_chat_template, render_chat
 from mimo_jax.text.tokenizer import Tokenizer
 
@@ -118,6 +119,7 @@ class LLM:
       stop_ids: The checkpoint's end-of-sequence ids.
       directory: Where it came from, or None.
       draft: How calls draft that do not say it, see `generate`.
+      kv_format: How engines quantise the memory of global layers; None = not at all.
     """
 
     def __init__(
@@ -129,12 +131,14 @@ class LLM:
         stop_ids: tuple[int, ...] = (),
         directory: Path | None = None,
         draft: bool | str = CHAIN,
+        kv_format: str = NONE,
     ):
         """Joins models that are already in memory; `LLM.load` reads a checkpoint."""
         if not isinstance(target, Model):
             raise ConfigError(
                 f"LLM takes models in memory; LLM.load({target!r}) reads a checkpoint"
             )
+        self.kv_format = format_named(kv_format)
         self.config, self.trained_block_len = target.config, 1
         if drafter is not None:
             drafter.config.check_fits(target.config)
@@ -162,6 +166,7 @@ class LLM:
         draft: bool | str = CHAIN,
         has_whole_drafter: bool = False,
         qkv_layout: str | None = None,
+        kv_format: str = NONE,
         on_progress: Callable[[int, int], object] = lambda done_bytes, total_bytes: None,
     ) -> "LLM":
         """Reads a published checkpoint directory.
@@ -179,13 +184,16 @@ class LLM:
             do not divide. `python -m mimo_jax.plan` says which is faster.
           qkv_layout: "plain" for MiMo files re-exported with a fused qkv of rows [Q; K; V], which
             nothing in them tells apart from the published ones; see `hf_target.open_target`.
+          kv_format: How global layers remember: "none" = in dtype, or quantised as "int8", "kvarn4"
+            or "kvarn2" (see `quant/kv.py`); changes answers slightly, drafting or not.
           on_progress: Called as parameters are read, with (bytes so far, bytes in all).
 
         Raises:
           CheckpointError: Naming file and key of whatever cannot be used.
-          ConfigError: If the drafter was made for another target, dtype is unknown, or an axis
-            does not divide over the mesh.
+          ConfigError: If the drafter was made for another target, dtype or kv_format is unknown, or
+            an axis does not divide over the mesh.
         """
+        format_named(kv_format)  # refused before anything is read
         loaded = load_checkpoint(
             checkpoint_dir,
             drafter,
@@ -202,6 +210,7 @@ class LLM:
             stop_ids=loaded.stop_ids,
             directory=loaded.directory,
             draft=draft,
+            kv_format=kv_format,
         )
 
     def __repr__(self) -> str:
@@ -387,6 +396,7 @@ class LLM:
                 max_stop_ids=max_stop_ids,
                 max_bias_ids=max_bias_ids,
                 num_logprobs=num_logprobs,
+                kv_format=self.kv_format,
             )
         return self._engines[key]
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mimo_jax.cache import KVCache, LayerCache
+from mimo_jax.cache import KVCache
 from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
 from mimo_jax.models.cut import cut_model, cut_shapes, part_graph, replicate_model
 from mimo_jax.models.drafter import Drafter
@@ -96,9 +96,14 @@ def shapes_on_mesh[Config: (TargetConfig, DrafterConfig)](
 def cache_specs(cache: KVCache, rows: str | None, *, is_cut: bool = True) -> KVCache:
     """Partition specs in the shape of a cache; is_cut says whether its heads are cut."""
     arrays = DECODE.spec((rows, "kv_heads" if is_cut else None))
-    table = None if cache.ring_positions is None else DECODE.spec((rows,))
-    layers = tuple(LayerCache(arrays, arrays) for _ in cache.layers)
-    return dataclasses.replace(cache, layers=layers, ring_positions=table)
+    layers = jax.tree.map(lambda _: arrays, cache.layers)
+    by_row = lambda x: None if x is None else DECODE.spec((rows,))
+    return dataclasses.replace(
+        cache,
+        layers=layers,
+        ring_positions=by_row(cache.ring_positions),
+        num_sealed=by_row(cache.num_sealed),
+    )
 
 
 def row_specs(rows_tree, rows: str | None):

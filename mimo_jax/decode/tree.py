@@ -207,6 +207,7 @@ def tree_step(
         tap_layer_ids=drafter.config.target_layer_ids,
     )
     assert out.context_features is not None  # taps were asked for
+    assert out.cache is not None
     logits = adjusted(out.logits, state, tree.tokens[:, 1:], mode, axis, sees=tree.sees[:, :, 1:])
     choices = sample(logits, state.sampling, state.length[:, None] + tree.depths, mode, axis)
     path, num_accepted = walk(tree, choices, active_len, m)
@@ -223,7 +224,7 @@ def tree_step(
         num_accepted=num_accepted,
         num_offered=active_len - 1,
         logprobs=None if logprobs is None else Logprobs(*map(along, logprobs)),
-        target_cache=write_path(state.target_cache, nodes, path, start),
+        target_cache=write_path(out.cache, nodes, path, start),
         drafter_cache=drafter.inject_context(
             target, state.drafter_cache, along(out.context_features), along(tree.tokens), start
         ),

@@ -28,12 +28,26 @@ class Stretch(NamedTuple):
     mask: Bool[Array, "b t s"]
 
 
+class Sums(NamedTuple):
+    """A softmax that is not finished: what part of the keys contributes to every query.
+
+    Attributes:
+      top: float32 [b, k, r, 1], the highest score; queries of a KV head lie in one axis r = g t.
+      total: float32 [b, k, r, 1], of exp(score - top).
+      weighted: float32 [b, k, r, hv], of exp(score - top) times the value.
+    """
+
+    top: Float[Array, "b k r 1"]
+    total: Float[Array, "b k r 1"]
+    weighted: Float[Array, "b k r hv"]
+
+
 # Up to this many (row, KV head) pairs are multiplied one by one: XLA:CPU runs a small batched
 # product 3x slower than the same plain ones (24x48x80 twice: 59 us against 20).
 _MAX_UNROLLED = 8
 
 
-def _batched_matmul(
+def batched_matmul(
     left: Float[Array, "b k q i"], right: Float[Array, "b k i o"]
 ) -> Float[Array, "b k q o"]:
     """Products of the last two axes, accumulated in float32."""
@@ -49,17 +63,29 @@ def _batched_matmul(
     return jnp.stack(products).reshape(b, k, left.shape[2], right.shape[3])
 
 
+def fold_queries(
+    queries: Float[Array, "b t n h"], num_kv_heads: int
+) -> Float[Array, "b k r h"]:
+    """Scaled queries by KV head; r = g t, query t of head g at g * t + t."""
+    b, t, n, h = queries.shape
+    k, g = num_kv_heads, n // num_kv_heads
+    folded = queries.reshape(b, t, k, g, h).transpose(0, 2, 3, 1, 4).reshape(b, k, g * t, h)
+    return folded * jnp.asarray(h**-0.5, queries.dtype)
+
+
 def attend(
     queries: Float[Array, "b t n h"],
     stretches: Sequence[Stretch],
     *,
     sink: Float[Array, "n"] | None = None,
+    earlier: Sums | None = None,
 ) -> Float[Array, "b t n hv"]:
     """Softmax attention over the union of the stretches, in float32.
 
     Scores are scaled by 1/sqrt(h), h being the query/key width (not the value width). Keys and
     values in masked slots may hold anything finite. A sink is one more logit per query head with
-    no value: rows then sum to less than one.
+    no value: rows then sum to less than one. `earlier` are the sums over yet more keys, which were
+    read by other means (`pieces.py`).
 
     Returns:
       [b, t, n, hv] in the dtype of the values.
@@ -68,15 +94,14 @@ def attend(
 
     Source: arXiv:2601.02780 eq. 2-3 (sinks); grouped heads as in arXiv:2305.13245.
     """
-    b, t, n, h = queries.shape
+    b, t, n, _ = queries.shape
     k = stretches[0].keys.shape[1]
     g = n // k
-    q_bkgth = queries.reshape(b, t, k, g, h).transpose(0, 2, 3, 1, 4).reshape(b, k, g * t, h)
-    q_bkgth = q_bkgth * jnp.asarray(h**-0.5, queries.dtype)
+    q_bkgth = fold_queries(queries, k)
     scores = []
     for keys, _, mask in stretches:
         s = keys.shape[2]
-        part = _batched_matmul(q_bkgth, keys.transpose(0, 1, 3, 2))
+        part = batched_matmul(q_bkgth, keys.transpose(0, 1, 3, 2))
         seen = mask[:, None, None, :, :]
         part = jnp.where(seen, part.reshape(b, k, g, t, s), MASKED_SCORE)
         scores.append(part)
@@ -86,6 +111,9 @@ def attend(
     if sink is not None:
         sink_bkgt = sink.astype(jnp.float32).reshape(1, k, g, 1, 1)
         top = jnp.maximum(top, sink_bkgt)
+    if earlier is not None:
+        earlier = Sums(*(x.reshape(b, k, g, t, -1) for x in earlier))
+        top = jnp.maximum(top, earlier.top)
     # The shift cancels; letting gradients through the max doubled a training step's attention.
     top = jax.lax.stop_gradient(top)
     weights = [jnp.exp(part - top) for part in scores]
@@ -93,10 +121,14 @@ def attend(
     if sink is not None:
         total = total + jnp.exp(sink_bkgt - top)
     parts = [
-        _batched_matmul(w.reshape(b, k, g * t, -1).astype(values.dtype), values)
+        batched_matmul(w.reshape(b, k, g * t, -1).astype(values.dtype), values)
         for w, (_, values, _) in zip(weights, stretches, strict=True)
     ]
-    out = sum(parts[1:], parts[0]).reshape(b, k, g, t, -1) / total
+    out = sum(parts[1:], parts[0]).reshape(b, k, g, t, -1)
+    if earlier is not None:
+        kept = jnp.exp(earlier.top - top)
+        total, out = total + earlier.total * kept, out + earlier.weighted * kept
+    out = out / total
     hv = out.shape[-1]
     return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, hv).astype(stretches[0].values.dtype)
 

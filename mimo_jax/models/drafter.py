@@ -17,6 +17,8 @@ it); context features do not pass a layer's input norm (their only norm is `cont
 Source: arXiv:2602.06036 and the published drafter class; glossary: KV injection, draft block.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -25,6 +27,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mimo_jax import cache as kv
+from mimo_jax import recall
 from mimo_jax.config import DrafterConfig
 from mimo_jax.layers import masks
 from mimo_jax.layers.attention import Stretch, attend
@@ -165,7 +168,7 @@ class Drafter(nnx.Module):
             kv.write_block(cache, i, context.keys[i], context.values[i], start)
             for i in range(self.config.num_layers)
         )
-        return kv.KVCache(layers, cache.ring_positions, cache.windows, cache.slack)
+        return dataclasses.replace(cache, layers=layers)
 
     def inject_prompt(
         self,
@@ -185,8 +188,7 @@ class Drafter(nnx.Module):
             kv.write_chunk(cache, i, context.keys[i], context.values[i], start, num_valid)
             for i in range(self.config.num_layers)
         )
-        new_cache = kv.KVCache(layers, cache.ring_positions, cache.windows, cache.slack)
-        return kv.finish_chunk(new_cache, start, num_valid)
+        return kv.finish_chunk(dataclasses.replace(cache, layers=layers), start, num_valid)
 
     def draft_logits(
         self,
@@ -250,16 +252,21 @@ class Drafter(nnx.Module):
           anchor_pos + j.
         """
         m1 = block_embeddings.shape[1]
-        context = [
-            Stretch(
-                *cache.layers[i],
-                masks.draft_context_mask(
-                    anchor_pos, m1, cache.key_positions(i), self.config.windows[i]
-                ),
+        positions = self._slot_positions(anchor_pos, m1)
+
+        def mix(layer_idx, queries, own, sink):
+            if cache.is_long(layer_idx):
+                return recall.attend_long(
+                    queries, own, cache, layer_idx, anchor_pos, positions, sink=sink
+                )[0]
+            held = cache.layers[layer_idx]
+            assert isinstance(held, kv.LayerCache), "a drafter's memory is not quantised"
+            mask = masks.draft_context_mask(
+                anchor_pos, m1, cache.key_positions(layer_idx), self.config.windows[layer_idx]
             )
-            for i in range(self.config.num_layers)
-        ]
-        return self._run_block(block_embeddings, anchor_pos, active_len, context)
+            return attend(queries, [Stretch(held.keys, held.values, mask), own], sink=sink)
+
+        return self._run_block(block_embeddings, anchor_pos, active_len, mix)
 
     def train_hidden(
         self,
@@ -279,22 +286,26 @@ class Drafter(nnx.Module):
           anchor_pos: Absolute position of each anchor.
         """
         m1 = block_embeddings.shape[1]
-        context = [
-            Stretch(
-                context_keys[i],
-                context_values[i],
-                masks.draft_context_mask(anchor_pos, m1, context_pos, self.config.windows[i]),
-            )
-            for i in range(self.config.num_layers)
-        ]
         active_len = jnp.full(anchor_pos.shape, m1, jnp.int32)
-        return self._run_block(block_embeddings, anchor_pos, active_len, context)
 
-    def _run_block(self, x, anchor_pos, active_len, context: list[Stretch]):
+        def mix(layer_idx, queries, own, sink):
+            mask = masks.draft_context_mask(
+                anchor_pos, m1, context_pos, self.config.windows[layer_idx]
+            )
+            context = Stretch(context_keys[layer_idx], context_values[layer_idx], mask)
+            return attend(queries, [context, own], sink=sink)
+
+        return self._run_block(block_embeddings, anchor_pos, active_len, mix)
+
+    @staticmethod
+    def _slot_positions(anchor_pos, m1: int):
+        return anchor_pos[:, None] + jnp.arange(m1, dtype=jnp.int32)[None, :]
+
+    def _run_block(self, x, anchor_pos, active_len, mix: Callable):
+        """mix: (layer_idx, queries, own stretch, sink) -> output; how a block meets its context."""
         config, a = self.config, self.config.attention
         b, m1, _ = x.shape
-        positions = anchor_pos[:, None] + jnp.arange(m1, dtype=jnp.int32)[None, :]
-        tables = self._rope(positions)
+        tables = self._rope(self._slot_positions(anchor_pos, m1))
         block_masks: dict[bool, Bool[Array, "b m1 m1"]] = {}
         for layer_idx, layer in enumerate(self.layers):
             is_causal = config.is_causal[layer_idx]
@@ -306,11 +317,8 @@ class Drafter(nnx.Module):
                 queries = rms_norm(queries, layer.q_norm[...], eps=config.norm_eps)
             queries = apply_rope(queries, *tables)
             keys, values = self._keys_values(layer, normed, tables)
-            mixed = attend(
-                queries,
-                [context[layer_idx], Stretch(keys, values, block_masks[is_causal])],
-                sink=layer.sink[...] if a.has_sink else None,
-            )
+            own = Stretch(keys, values, block_masks[is_causal])
+            mixed = mix(layer_idx, queries, own, layer.sink[...] if a.has_sink else None)
             x = x + self._linear(
                 mixed.reshape(b, m1, a.out_width), layer.w_out, self.mesh_axis
             )

@@ -252,7 +252,7 @@ class LookaheadDrafter(nnx.Module):
             return argmax_lowest(logits[-1])
 
         state = head.enter(self._before(memory, first_pos + 1))
-        context = Stretch(*cache.layers[0], mask)
+        context = _context(cache, mask)
         hidden = unroll(target, head, state, anchors, first_pos, context, choose)
         return jnp.concatenate([*logits, target.unembed(hidden[:, -1:])], axis=1)
 
@@ -265,7 +265,7 @@ class LookaheadDrafter(nnx.Module):
             positions = first[:, None] + jnp.arange(k + 1, dtype=jnp.int32)[None, :]
             before = masks.draft_context_mask(first, k + 1, cache.key_positions(0), window)
             own = masks.causal_mask(positions, positions, window)
-            context = Stretch(*cache.layers[0], before)
+            context = _context(cache, before)
             mix = lambda q, keys, values, sink, context=context, own=own: attend(
                 q, [context, Stretch(keys, values, own)], sink=sink
             )
@@ -274,6 +274,13 @@ class LookaheadDrafter(nnx.Module):
             logits.append(target.unembed(out.normed[:, -1:]))
             ids = jnp.concatenate([ids, argmax_lowest(logits[-1])], axis=1)
         return jnp.concatenate(logits, axis=1)
+
+
+def _context(cache: kv.KVCache, mask) -> Stretch:
+    """The memory of a head's one layer."""
+    held = cache.layers[0]
+    assert isinstance(held, kv.LayerCache), "a head's memory is a ring"
+    return Stretch(held.keys, held.values, mask)
 
 
 def _padded(tail, memory: HeadMemory):

@@ -8,6 +8,7 @@ The q, k and v projections stand side by side in one matrix: a decode step is ma
 Layers are unrolled: their geometry differs by kind, and XLA would copy each slice of a stack.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mimo_jax import cache as kv
+from mimo_jax import recall
 from mimo_jax.config import TargetConfig
 from mimo_jax.layers import masks, moe
 from mimo_jax.layers.attention import (
@@ -30,6 +32,7 @@ from mimo_jax.layers.norm import rms_norm
 from mimo_jax.layers.rope import apply_rope, inverse_frequencies, rope_tables
 from mimo_jax.layers.vocab import embed_rows, first_id
 from mimo_jax.models.params import weight
+from mimo_jax.quant.kv import KVFormat
 from pallas_kernels.formats import MX_GROUP_LEN
 
 # Queries per chunk of a global layer over a whole row.
@@ -162,8 +165,24 @@ class Target(nnx.Module):
         ids = first_id(v, self.mesh_axis) + jnp.arange(v, dtype=jnp.int32)
         return jnp.where(ids < vocab_size, logits, -jnp.inf)
 
-    def make_cache(self, batch_size: int, max_len: int, slack: int) -> kv.KVCache:
-        """Empty memory for rows of up to max_len tokens, written up to `slack` at a time."""
+    def make_cache(
+        self,
+        batch_size: int,
+        max_len: int,
+        slack: int,
+        *,
+        form: KVFormat | None = None,
+        piece_len: int = kv.PIECE_LEN,
+    ) -> kv.KVCache:
+        """Empty memory for rows of up to max_len tokens, written up to `slack` at a time.
+
+        Args:
+          batch_size: Rows.
+          max_len: Longest row.
+          slack: Longest block of a step.
+          form: How global layers are quantised, or None.
+          piece_len: As in `cache.make_cache`.
+        """
         kinds = [self.config.layer_attention(i) for i in range(self.config.num_layers)]
         return kv.make_cache(
             batch_size,
@@ -172,6 +191,8 @@ class Target(nnx.Module):
             tuple(a.window for a in kinds),
             slack=slack,
             dtype=self.dtype,
+            piece_len=piece_len,
+            form=form,
         )
 
     def __call__(
@@ -232,7 +253,8 @@ class Target(nnx.Module):
         Args:
           token_ids: The chunk, padded on the right.
           cache: Memory of positions below `start`.
-          start: Position of the chunk's first token.
+          start: Position of the chunk's first token; with quantised layers a multiple of their
+            group length.
           num_valid: Tokens that are not padding, 1..t.
           is_first: Whether the memory is empty (start = 0): then it is not read.
           tap_layer_ids: As in `__call__`.
@@ -251,12 +273,22 @@ class Target(nnx.Module):
             window = self.config.layer_attention(layer_idx).window
             if window not in new_mask:
                 new_mask[window] = masks.causal_mask(positions, chunk_pos, window)
-                old_pos = cache.key_positions(layer_idx)
-                old_pos = jnp.where(old_pos < start[:, None], old_pos, -1)
-                old_mask[window] = masks.causal_mask(positions, old_pos, window)
-            stretches = [Stretch(keys, kv.without_nan(values), new_mask[window])]
+            own = Stretch(keys, kv.without_nan(values), new_mask[window])
+            if cache.is_long(layer_idx):
+                write = lambda cache, keys, values: kv.write_chunk(
+                    cache, layer_idx, keys, values, start, num_valid
+                )
+                out, layers[layer_idx] = recall.attend_long(
+                    queries, own, cache, layer_idx, start, positions, sink=sink, write=write
+                )
+                return out
+            stretches, old = [own], cache.layers[layer_idx]
             if not is_first:
-                old = cache.layers[layer_idx]
+                assert isinstance(old, kv.LayerCache), "quantised layers are long"
+                if window not in old_mask:
+                    old_pos = cache.key_positions(layer_idx)
+                    old_pos = jnp.where(old_pos < start[:, None], old_pos, -1)
+                    old_mask[window] = masks.causal_mask(positions, old_pos, window)
                 stretches.append(Stretch(old.keys, old.values, old_mask[window]))
             layers[layer_idx] = kv.write_chunk(cache, layer_idx, keys, values, start, num_valid)
             return attend(queries, stretches, sink=sink)
@@ -265,7 +297,7 @@ class Target(nnx.Module):
             self, self.embed(token_ids), positions, mix, tap_layer_ids
         )
         last = jnp.take_along_axis(hidden, (num_valid - 1)[:, None, None], axis=1)
-        new_cache = kv.KVCache(tuple(layers), cache.ring_positions, cache.windows, cache.slack)
+        new_cache = dataclasses.replace(cache, layers=tuple(layers))
         new_cache = kv.finish_chunk(new_cache, start, num_valid)
         return TargetOutput(self.unembed(last), features, new_cache)
 
@@ -279,29 +311,40 @@ class Target(nnx.Module):
     ) -> TargetOutput:
         """A few tokens per row at positions start .. start+t-1: plain decoding (t=1) and verify.
 
-        Writes, then attends to the memory alone. Rolling back is the caller's business: pass a
-        smaller `start` next time.
+        Writes, then attends to the memory (of long layers: to what lies before, and to the block).
+        Rolling back is the caller's business: pass a smaller `start` next time.
         """
         t = token_ids.shape[1]
         positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
-        cache = kv.advance_ring_positions(cache, start, t)
+        cache = kv.advance_ring_positions(kv.seal_full_groups(cache, start), start, t)
         layers = list(cache.layers)
+        own_mask = masks.causal_mask(positions, positions, None)
         mask = {}
 
         def mix(layer_idx, queries, keys, values, sink):
+            write = lambda cache, keys, values: kv.write_block(
+                cache, layer_idx, keys, values, start
+            )
+            if cache.is_long(layer_idx):
+                own = Stretch(keys, kv.without_nan(values), own_mask)
+                out, layers[layer_idx] = recall.attend_long(
+                    queries, own, cache, layer_idx, start, positions, sink=sink, write=write
+                )
+                return out
             window = self.config.layer_attention(layer_idx).window
             if window not in mask:
                 mask[window] = masks.causal_mask(
                     positions, cache.key_positions(layer_idx), window
                 )
-            layers[layer_idx] = kv.write_block(cache, layer_idx, keys, values, start)
-            memory = Stretch(layers[layer_idx].keys, layers[layer_idx].values, mask[window])
+            layers[layer_idx] = written = write(cache, keys, values)
+            assert isinstance(written, kv.LayerCache), "quantised layers are long"
+            memory = Stretch(written.keys, written.values, mask[window])
             return attend(queries, [memory], sink=sink)
 
         hidden, features, _, _ = run_layers(
             self, self.embed(token_ids), positions, mix, tap_layer_ids
         )
-        new_cache = kv.KVCache(tuple(layers), cache.ring_positions, cache.windows, cache.slack)
+        new_cache = dataclasses.replace(cache, layers=tuple(layers))
         return TargetOutput(self.unembed(hidden), features, new_cache)
 
 
@@ -315,7 +358,7 @@ class Target(nnx.Module):
         *,
         tap_layer_ids: tuple[int, ...] = (),
     ) -> tuple[TargetOutput, tuple[kv.LayerCache, ...]]:
-        """The nodes of a draft tree against the memory, which is not written.
+        """The nodes of a draft tree against the memory, into which none of them is written.
 
         Args:
           token_ids: Of the nodes.
@@ -326,27 +369,39 @@ class Target(nnx.Module):
           tap_layer_ids: As in `__call__`.
 
         Returns:
-          (output without a cache, per layer the keys and values of the nodes).
+          (output, per layer the keys and values of the nodes as `cache.write_path` takes them).
         """
         positions = start[:, None] + depths
+        cache = kv.seal_full_groups(cache, start)
         memory_mask, tree_mask, nodes = {}, {}, []
+
+        def keep(cache, keys, values):
+            """In place of writing: as the memory would have them."""
+            nodes.append(kv.LayerCache(keys, values))
+            return cache.layers[len(nodes) - 1]
 
         def mix(layer_idx, queries, keys, values, sink):
             window = self.config.layer_attention(layer_idx).window
             if window not in tree_mask:
                 tree_mask[window] = masks.tree_mask(depths, sees, window)
+            own = Stretch(keys, kv.without_nan(values), tree_mask[window])
+            if cache.is_long(layer_idx):
+                return recall.attend_long(
+                    queries, own, cache, layer_idx, start, positions, sink=sink, write=keep
+                )[0]
+            old = keep(cache, keys, values)
+            assert isinstance(old, kv.LayerCache), "quantised layers are long"
+            if window not in memory_mask:
                 old_pos = cache.key_positions(layer_idx)
                 old_pos = jnp.where(old_pos < start[:, None], old_pos, -1)
                 memory_mask[window] = masks.causal_mask(positions, old_pos, window)
-            nodes.append(kv.LayerCache(keys, values))
-            old = cache.layers[layer_idx]
             memory = Stretch(old.keys, old.values, memory_mask[window])
-            return attend(queries, [memory, Stretch(keys, values, tree_mask[window])], sink=sink)
+            return attend(queries, [memory, own], sink=sink)
 
         hidden, features, _, _ = run_layers(
             self, self.embed(token_ids), positions, mix, tap_layer_ids
         )
-        return TargetOutput(self.unembed(hidden), features, None), tuple(nodes)
+        return TargetOutput(self.unembed(hidden), features, cache), tuple(nodes)
 
 
 def mix_whole_rows(config: TargetConfig, segment_ids: Int[Array, "b t"]) -> Callable:

@@ -256,6 +256,7 @@ def _load(options: BatchOptions, is_quiet: bool) -> LLM:
             mesh=mesh,
             has_whole_drafter=options.whole_drafter,
             qkv_layout=options.qkv_layout,
+            kv_format=options.kv_format,
             on_progress=report,
         )
 

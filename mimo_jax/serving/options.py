@@ -104,6 +104,8 @@ class BatchOptions:
     """Keep the drafter whole on every device: for one whose heads do not divide over the mesh."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and caches. bfloat16 is slow on CPUs."""
+    kv_format: Literal["none", "int8", "kvarn4", "kvarn2"] = "none"
+    """How the memory of global layers is quantised: for long contexts. Changes answers slightly."""
     detailed: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Also write prompt_token_ids and num_committed_per_step."""
     metrics_json: Annotated[Path | None, _optional("FILE", "none")] = None

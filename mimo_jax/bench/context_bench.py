@@ -1,0 +1,311 @@
+"""What a long context costs: time of a step by context, and answers with quantised memory.
+
+Two questions, two models:
+
+  * a small target with random weights, once with sliding layers only and once with global layers,
+    whose rows are put at a given length: milliseconds of a step by context and by capacity, against
+    the bytes of keys and values that it reads and against the rate at which this machine sums
+    memory. Memory holds zeros; how long reading takes does not depend on what is read;
+  * the embedded default on held-out prompts, up to the end of its context: how far answers with
+    quantised memory agree with float32's, what the float32 model thinks of them, and accept length.
+    Prefill is not what is measured: errors add up over a generation.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mimo_jax.cache import KVCache
+from mimo_jax.config import GLOBAL, SLIDING, AttentionConfig, DrafterConfig, TargetConfig
+from mimo_jax.decode import accept
+from mimo_jax.decode.engine import PROMPT_CHUNK, Engine
+from mimo_jax.decode.generate import Completion, generate_all
+from mimo_jax.decode.placement import Model
+from mimo_jax.decode.request import Request, one_row, row_sampling
+from mimo_jax.decode.stats import AcceptStats
+from mimo_jax.decode.step import DecodeState
+from mimo_jax.models.drafter import Drafter
+from mimo_jax.models.params import split
+from mimo_jax.models.target import Target
+from mimo_jax.quant.kv import FORMATS, NONE, KVFormat
+from mimo_jax.sealed import SealedLayer
+from mimo_jax.timing import alternate, measure
+
+CONTEXTS = (2_000, 8_000, 32_000, 100_000, 200_000)
+CAPACITY = 262_144
+_BLOCK_LEN = 8
+
+
+def _attention(window: int | None) -> AttentionConfig:
+    """Two query heads, each with keys of its own."""
+    return AttentionConfig(
+        num_heads=2, num_kv_heads=2, head_dim=64, v_head_dim=64, rope_theta=1e6, rope_dim=64,
+        window=window,
+    )  # fmt: skip
+
+
+def context_models(num_global: int, *, width: int = 128) -> tuple[Model, Model]:
+    """A target of four layers, the last num_global of them global, and a drafter; random."""
+    target = TargetConfig(
+        vocab_size=512,
+        hidden_size=width,
+        layer_kinds=(SLIDING,) * (4 - num_global) + (GLOBAL,) * num_global,
+        attention={GLOBAL: _attention(None), SLIDING: _attention(128)},
+        dense_hidden_size=2 * width,
+        max_position=CAPACITY,
+    )
+    drafter = DrafterConfig(
+        hidden_size=width,
+        num_layers=1,
+        attention=_attention(None),
+        dense_hidden_size=2 * width,
+        target_layer_ids=(0, 2),
+        num_target_layers=4,
+        draft_block_len=_BLOCK_LEN,
+        mask_token_id=511,
+        vocab_size=512,
+        windows=(128,),
+        max_position=CAPACITY,
+    )
+    return (
+        Model(target, *split(Target(target, rngs=nnx.Rngs(0)))),
+        Model(drafter, *split(Drafter(drafter, rngs=nnx.Rngs(1)))),
+    )
+
+
+def at_length(state: DecodeState, length: int, form: KVFormat | None) -> DecodeState:
+    """A running state of one row as if it had `length` tokens."""
+    one = lambda value: jnp.full((1,), value, jnp.int32)
+    cache = state.target_cache
+    if form is not None:
+        cache = dataclasses.replace(cache, num_sealed=one((length - 1) // form.group_len))
+    return dataclasses.replace(
+        state,
+        length=one(length),
+        max_len=one(state.tokens.shape[1]),
+        finish=one(accept.RUNNING),
+        num_steps=one(0),
+        target_cache=cache,
+    )
+
+
+def read_bytes(cache: KVCache, context: int) -> int:
+    """Bytes of keys and values that a step at a context must read once."""
+    total = 0
+    for layer, window in zip(cache.layers, cache.windows, strict=True):
+        if isinstance(layer, SealedLayer):
+            groups = sum(x.nbytes / x.shape[2] for x in jax.tree.leaves((layer.keys, layer.values)))
+            assert cache.form is not None
+            num_sealed = max(context // cache.form.group_len - 1, 0)
+            total += groups * num_sealed + layer.tail_keys.nbytes + layer.tail_values.nbytes
+        else:
+            slots = layer.keys.shape[2]
+            kept = slots if window is not None else min(context, slots)
+            total += (layer.keys.nbytes + layer.values.nbytes) * kept / slots
+    return round(total)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One engine of the table.
+
+    Attributes:
+      name: In tables.
+      num_global: Global layers of its target.
+      kv_format: Of quant.kv.FORMATS.
+      is_drafting: Whether a step drafts and verifies a block.
+    """
+
+    name: str
+    num_global: int
+    kv_format: str = NONE
+    is_drafting: bool = False
+
+
+VARIANTS = (
+    Variant("sliding", 0),
+    Variant("sliding, block of 8", 0, is_drafting=True),
+    Variant("global", 2),
+    Variant("global, block of 8", 2, is_drafting=True),
+    Variant("global, int8", 2, "int8"),
+    Variant("global, kvarn4", 2, "kvarn4"),
+    Variant("global, kvarn2", 2, "kvarn2"),
+)
+
+
+class Stepper:
+    """An engine whose one row is put at any length and stepped."""
+
+    def __init__(self, variant: Variant, capacity: int):
+        target, drafter = context_models(variant.num_global)
+        self.form = FORMATS[variant.kv_format]
+        self.engine = Engine(
+            target,
+            drafter if variant.is_drafting else None,
+            max_len=capacity,
+            kv_format=self.form,
+        )
+        self.state = self.engine.prefill(Request((1, 2, 3), 8))
+
+    def steps(self, length: int, num_steps: int):
+        """A function that runs num_steps steps from a length; each call starts there again."""
+
+        def run():
+            self.state = self.engine.run(at_length(self.state, length, self.form), num_steps)
+            return self.state.length
+
+        return run
+
+
+def step_times(
+    variant: Variant, lengths: Sequence[int], capacity: int, *, num_steps: int, rounds: int
+) -> dict[int, dict]:
+    """Milliseconds of a step and bytes read by context, lengths in turn."""
+    stepper = Stepper(variant, capacity)
+    num_bytes = {n: read_bytes(stepper.state.target_cache, n) for n in lengths}
+    runs = {str(n): stepper.steps(n, num_steps) for n in lengths}
+    timing = alternate(runs, rounds=rounds)
+    return {
+        n: {
+            "ms": timing.timings[str(n)].median_s / num_steps * 1e3,
+            "min_ms": timing.timings[str(n)].min_s / num_steps * 1e3,
+            "read_mb": num_bytes[n] / 1e6,
+        }
+        for n in lengths
+    }
+
+
+def growth(rows: dict[int, dict]) -> dict:
+    """How a step grows from the shortest to the longest context; GB/s of the bytes that it adds."""
+    first, last = rows[min(rows)], rows[max(rows)]
+    added_s = (last["min_ms"] - first["min_ms"]) / 1e3
+    added_gb = (last["read_mb"] - first["read_mb"]) / 1e3
+    return {
+        "ratio": last["ms"] / first["ms"],
+        "min_ratio": last["min_ms"] / first["min_ms"],
+        "added_gb_per_s": added_gb / added_s if added_gb > 0 and added_s > 0 else None,
+    }
+
+
+def memory_rate(num_bytes: int = 1 << 28) -> dict:
+    """GB/s at which XLA sums float32 on all cores, and inside a loop, which one core runs."""
+    x = jnp.ones((num_bytes // 4 // 4096, 4096), jnp.float32)
+    whole = jax.jit(lambda x: x.sum(axis=0))
+
+    def one_core(x):
+        add = lambda i, total: total + jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+        return jax.lax.fori_loop(0, x.shape[0], add, jnp.zeros((x.shape[1],), x.dtype))
+
+    rate = lambda fn: num_bytes / measure(fn, x, num_runs=7).min_s / 1e9
+    return {"all_cores": rate(whole), "one_core": rate(jax.jit(one_core))}
+
+
+def prefill_costs(
+    variant: Variant, starts: Sequence[int], capacity: int, *, rounds: int
+) -> dict[str, object]:
+    """Scratch of a prompt chunk's program by XLA's account, and its milliseconds by start."""
+    stepper = Stepper(variant, capacity)
+    engine, cache = stepper.engine, stepper.state.target_cache
+    caches = (cache, stepper.state.drafter_cache)
+    ids = np.ones((1, PROMPT_CHUNK), np.int32)
+    sampling = row_sampling(Request((1,), 1), 0)
+    args = lambda start, caches: (
+        engine._params, ids, caches, one_row(start), one_row(PROMPT_CHUNK), sampling, None,
+    )  # fmt: skip
+    compiled = engine.prefill_program(False).lower(*args(0, caches)).compile()
+    held = {"caches": caches}
+
+    def chunk(start: int):
+        def run():
+            target_cache = at_length(
+                dataclasses.replace(stepper.state, target_cache=held["caches"][0]),
+                start + 1,
+                stepper.form,
+            ).target_cache
+            first, _, held["caches"] = compiled(*args(start, (target_cache, held["caches"][1])))
+            return first
+
+        return run
+
+    timing = alternate({str(n): chunk(n) for n in starts}, rounds=rounds)
+    return {
+        "scratch_mb": compiled.memory_analysis().temp_size_in_bytes / 1e6,
+        "memory_mb": sum(x.nbytes for x in jax.tree.leaves(held["caches"])) / 1e6,
+        "ms": {n: timing.timings[str(n)].min_s * 1e3 for n in starts},
+    }
+
+
+def agreement(ours: Completion, reference: Completion) -> int:
+    """Tokens up to the first that differs."""
+    pairs = zip(ours.token_ids, reference.token_ids, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(reference.token_ids))
+
+
+def quantised_answers(
+    target: Model,
+    drafter: Model,
+    requests: dict[str, list[Request]],
+    formats: dict[str, KVFormat | None],
+    *,
+    max_len: int,
+) -> dict[str, dict[str, dict]]:
+    """Per format and scene: agreement with float32, likelihood under it, accept length.
+
+    Args:
+      target: In float32.
+      drafter: Its drafter.
+      requests: Greedy, by scene.
+      formats: By name; must hold one that is None, the reference.
+      max_len: Of the engines.
+    """
+    score = _scorer(target, max_len)
+    reference: dict[str, list[Completion]] = {}
+    rows: dict[str, dict[str, dict]] = {}
+    for name, form in sorted(formats.items(), key=lambda item: item[1] is not None):
+        plain = Engine(target, max_len=max_len, kv_format=form)
+        dflash = Engine(target, drafter, max_len=max_len, kv_format=form)
+        rows[name] = {}
+        for scene, scene_requests in requests.items():
+            done = generate_all(dflash, scene_requests, steps_per_group=max_len)
+            again = generate_all(plain, scene_requests, steps_per_group=max_len)
+            if form is None:
+                reference[scene] = done
+            pairs = list(zip(done, reference[scene], strict=True))
+            agreed = [agreement(ours, theirs) for ours, theirs in pairs]
+            lengths = [len(theirs.token_ids) for _, theirs in pairs]
+            nll = [score(r, c) for r, c in zip(scene_requests, done, strict=True)]
+            rows[name][scene] = {
+                "identical": float(np.mean([a.token_ids == b.token_ids for a, b in pairs])),
+                "agreed_share": sum(agreed) / sum(lengths),
+                "mean_tokens": float(np.mean(lengths)),
+                "nll": float(np.average(nll, weights=[len(c.token_ids) for c in done])),
+                "tau": AcceptStats.of(done, dflash.draft_block_len).tau,
+                "drafting_changes": sum(
+                    a.token_ids != b.token_ids for a, b in zip(done, again, strict=True)
+                ),
+                "num_prompts": len(done),
+            }
+    return rows
+
+
+def _scorer(target: Model, max_len: int):
+    """(request, completion) -> mean negative log likelihood of the answer, memory in float32."""
+
+    @jax.jit
+    def log_probs(params, ids):
+        logits = nnx.merge(target.graph, params)(ids).logits
+        return jax.nn.log_softmax(logits, axis=-1)
+
+    def score(request: Request, completion: Completion) -> float:
+        ids = np.zeros((1, max_len), np.int32)
+        row = [*request.prompt_ids, *completion.token_ids]
+        ids[0, : len(row)] = row
+        table = np.asarray(log_probs(target.params, ids))[0]
+        at = np.arange(len(request.prompt_ids), len(row))
+        return float(-table[at - 1, ids[0, at]].mean())
+
+    return score
