@@ -1,4 +1,4 @@
-"""`python -m mimo_jax.bench decode|load`: tables on the terminal, JSON beside them."""
+"""`python -m mimo_jax.bench decode|context|load`: tables on the terminal, JSON beside them."""
 
 import dataclasses
 import json
@@ -37,6 +37,29 @@ class Decode:
 
 
 @dataclasses.dataclass(frozen=True)
+class Context:
+    """Time of a step and of a prompt chunk by context, and answers with quantised memory.
+
+    Takes about 15 minutes on 2 quiet cores and 2 GB of memory.
+    """
+
+    checkpoint: Path = Path("assets/mimo-nano")
+    """Checkpoint directory with a drafter in dflash/."""
+    prompts: Path = Path("assets/prompts")
+    """Directory of held-out prompts, SCENE.jsonl."""
+    num_prompts: int = 12
+    """Prompts per scene for answers."""
+    rounds: int = 7
+    """Turns per measurement."""
+    only: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Parts to run, any of steps, short, prefill, answers; default all."""
+    json: Path | None = Path("out/bench/context.json")
+    """Where the figures are written."""
+    plot: Path | None = Path("out/bench/context.png")
+    """Where the picture of part steps is drawn."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Load:
     """Rate and memory of reading a checkpoint into 8 virtual CPU devices, against dd."""
 
@@ -50,10 +73,85 @@ class Load:
 
 def main() -> int:
     arguments = tyro.extras.subcommand_cli_from_dict(
-        {"decode": Decode, "load": Load},
+        {"decode": Decode, "context": Context, "load": Load},
         description="Measures: tables on the terminal, JSON beside.",
     )
+    if isinstance(arguments, Context):
+        return run_context(arguments)
     return run_load(arguments) if isinstance(arguments, Load) else run_decode(arguments)
+
+
+def run_context(arguments: Context) -> int:
+    """Runs the asked parts, prints them, writes the JSON and draws the picture."""
+    from mimo_jax.bench import context_bench as bench
+    from mimo_jax.bench import decode_bench, kv_bench
+    from mimo_jax.bench.context_plot import draw_context
+    from mimo_jax.text.tokenizer import Tokenizer
+    from mimo_jax.train.provenance import machine
+
+    console = Console()
+    parts = arguments.only or ("steps", "short", "prefill", "answers")
+    rounds = arguments.rounds
+    results: dict = {"machine": machine()}
+    if "steps" in parts:
+        results["memory"] = memory = bench.memory_rate()
+        console.print(f"Summing memory: {memory}")
+        results["steps"] = steps = {}
+        for v in bench.VARIANTS:
+            steps[v.name] = rows = bench.step_times(
+                v, bench.CONTEXTS, bench.CAPACITY, num_steps=8, rounds=rounds
+            )
+            columns = {"ms": ".3f", "min_ms": ".3f", "processor_ms": ".3f", "read_mb": ",.1f"}
+            by_context = {f"{n:,}": row for n, row in rows.items()}
+            console.print(_table(f"A step, {v.name}", by_context, columns))
+        results["growth"] = {name: bench.growth(rows) for name, rows in steps.items()}
+        columns = {
+            "ratio": ".2f",
+            "processor_ratio": ".2f",
+            "gb_per_s": ".1f",
+            "processor_gb_per_s": ".1f",
+        }
+        console.print(_table("From the shortest to the longest", results["growth"], columns))
+        if arguments.plot is not None:
+            draw_context(steps, memory["processor_gb_per_s"], arguments.plot)
+    if "short" in parts:
+        results["short"] = short = bench.short_rows(100, (512, bench.CAPACITY), rounds=rounds)
+        columns = {"ms": ".3f", "min_ms": ".3f", "processor_ms": ".3f"}
+        rows = {f"{v} in {c:,}": row for v, by in short.items() for c, row in by.items()}
+        console.print(_table("A row of 100 tokens", rows, columns))
+    if "prefill" in parts:
+        results["prefill"] = {
+            v.name: bench.prefill_costs(v, (0, 99_840, 199_680), bench.CAPACITY, rounds=rounds)
+            for v in bench.VARIANTS
+        }
+        console.print(f"Prompt chunks of 512: {json.dumps(results['prefill'], indent=1)}")
+    if "answers" in parts:
+        target, drafter = decode_bench.load_models(arguments.checkpoint)
+        max_len = target.config.max_position
+        requests = decode_bench.read_requests(
+            arguments.prompts,
+            Tokenizer.from_file(arguments.checkpoint),
+            arguments.num_prompts,
+            max_len,
+            0.0,
+        )
+        results["answers"] = kv_bench.quantised_answers(target, drafter, requests, max_len=max_len)
+        columns = {
+            "identical": ".0%",
+            "agreed_share": ".2f",
+            "nll": ".4f",
+            "tau": ".2f",
+            "mean_tokens": ".0f",
+            "drafting_changes": "d",
+            "bytes_per_token": ".0f",
+        }
+        for name, rows in results["answers"].items():
+            console.print(_table(f"Answers, {name}", rows, columns))
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        console.print(f"written to {arguments.json}")
+    return 0
 
 
 def run_load(arguments: Load) -> int:
