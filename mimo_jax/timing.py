@@ -15,6 +15,10 @@ clock themselves:
 Medians and minima are reported, never means: one long pause would move a mean. The spread tells
 how far to trust the median; quote both.
 
+Where neighbours take the cores away, the processor's own time (`is_processor_time`) is what is left
+of a measurement: it counts the seconds that this process worked, on all cores together, so that it
+says nothing about what two cores gain.
+
 Traps: a function that donates its arguments cannot be called twice with the same arrays. Pass a
 closure that makes or carries its own state. A function that returns nothing cannot be waited for;
 return the arrays it produced.
@@ -135,7 +139,8 @@ class Stopwatch:
       print(watch.elapsed_s)
     """
 
-    def __init__(self):
+    def __init__(self, *, is_processor_time: bool = False):
+        self._is_processor_time = is_processor_time
         self._started_s: float | None = None
         self._stopped_s: float | None = None
 
@@ -145,11 +150,14 @@ class Stopwatch:
         return cls().__enter__()
 
     def __enter__(self) -> "Stopwatch":
-        self._started_s, self._stopped_s = _clock(), None
+        self._started_s, self._stopped_s = self._now(), None
         return self
 
+    def _now(self) -> float:
+        return time.process_time() if self._is_processor_time else _clock()
+
     def __exit__(self, *exc_info: object) -> None:
-        self._stopped_s = _clock()
+        self._stopped_s = self._now()
 
     def wait_for[Result](self, result: Result) -> Result:
         """Returns `result` once every array in it has been computed."""
@@ -166,7 +174,7 @@ class Stopwatch:
             raise RuntimeError(
                 "the stopwatch has not been started: use `with Stopwatch() as watch`"
             )
-        return (_clock() if self._stopped_s is None else self._stopped_s) - self._started_s
+        return (self._now() if self._stopped_s is None else self._stopped_s) - self._started_s
 
 
 def measure(fn: Callable[..., Any], *args: Any, num_runs: int = 10, num_warmup: int = 2) -> Timing:
@@ -196,7 +204,11 @@ def measure(fn: Callable[..., Any], *args: Any, num_runs: int = 10, num_warmup: 
 
 
 def alternate(
-    fns: Mapping[str, Callable[[], Any]], rounds: int = 10, num_warmup: int = 1
+    fns: Mapping[str, Callable[[], Any]],
+    rounds: int = 10,
+    num_warmup: int = 1,
+    *,
+    is_processor_time: bool = False,
 ) -> Comparison:
     """Times several functions in turns and compares them within each round.
 
@@ -208,6 +220,7 @@ def alternate(
         wait for.
       rounds: Measured calls of each function, at least 1.
       num_warmup: Calls of each function made first and not measured.
+      is_processor_time: Measure what this process worked instead of what passed.
 
     Returns:
       A `Comparison` holding one duration per function and round.
@@ -229,12 +242,14 @@ def alternate(
     for round_idx in range(rounds):
         first = round_idx % len(names)
         for name in names[first:] + names[:first]:
-            durations_s[name].append(_time_once(fns[name], ()))
+            durations_s[name].append(_time_once(fns[name], (), is_processor_time))
     return Comparison({name: Timing(tuple(values)) for name, values in durations_s.items()})
 
 
-def _time_once(fn: Callable[..., Any], args: tuple[Any, ...]) -> float:
-    with Stopwatch() as watch:
+def _time_once(
+    fn: Callable[..., Any], args: tuple[Any, ...], is_processor_time: bool = False
+) -> float:
+    with Stopwatch(is_processor_time=is_processor_time) as watch:
         watch.wait_for(fn(*args))
     return watch.elapsed_s
 

@@ -1,14 +1,12 @@
-"""What a long context costs: time of a step by context, and answers with quantised memory.
+"""What a long context costs: time of a step, and of a prompt chunk, by context.
 
-Two questions, two models:
+A small target with random weights, once with sliding layers only and once with global layers, whose
+rows are put at a given length: milliseconds by context and by capacity, against the bytes of keys
+and values that a step reads and the rate at which this machine sums memory. Memory holds zeros; how
+long reading takes does not depend on what is read.
 
-  * a small target with random weights, once with sliding layers only and once with global layers,
-    whose rows are put at a given length: milliseconds of a step by context and by capacity, against
-    the bytes of keys and values that it reads and against the rate at which this machine sums
-    memory. Memory holds zeros; how long reading takes does not depend on what is read;
-  * the embedded default on held-out prompts, up to the end of its context: how far answers with
-    quantised memory agree with float32's, what the float32 model thinks of them, and accept length.
-    Prefill is not what is measured: errors add up over a generation.
+Processor time stands beside the time that passed: a step is single-threaded where it reads long
+memories, and on a shared machine the former is what repeats.
 """
 
 import dataclasses
@@ -23,17 +21,15 @@ from mimo_jax.cache import KVCache
 from mimo_jax.config import GLOBAL, SLIDING, AttentionConfig, DrafterConfig, TargetConfig
 from mimo_jax.decode import accept
 from mimo_jax.decode.engine import PROMPT_CHUNK, Engine
-from mimo_jax.decode.generate import Completion, generate_all
 from mimo_jax.decode.placement import Model
-from mimo_jax.decode.request import Request, one_row, row_sampling
-from mimo_jax.decode.stats import AcceptStats
+from mimo_jax.decode.request import Request, one_row
 from mimo_jax.decode.step import DecodeState
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import split
 from mimo_jax.models.target import Target
 from mimo_jax.quant.kv import FORMATS, NONE, KVFormat
 from mimo_jax.sealed import SealedLayer
-from mimo_jax.timing import alternate, measure
+from mimo_jax.timing import alternate
 
 CONTEXTS = (2_000, 8_000, 32_000, 100_000, 200_000)
 CAPACITY = 262_144
@@ -164,44 +160,61 @@ class Stepper:
 def step_times(
     variant: Variant, lengths: Sequence[int], capacity: int, *, num_steps: int, rounds: int
 ) -> dict[int, dict]:
-    """Milliseconds of a step and bytes read by context, lengths in turn."""
+    """Of a step by context, lengths in turn: milliseconds, the processor's own, bytes read."""
     stepper = Stepper(variant, capacity)
     num_bytes = {n: read_bytes(stepper.state.target_cache, n) for n in lengths}
     runs = {str(n): stepper.steps(n, num_steps) for n in lengths}
-    timing = alternate(runs, rounds=rounds)
+    timings = alternate(runs, rounds=rounds).timings
+    processor = alternate(runs, rounds=rounds, is_processor_time=True).timings
+    of = lambda seconds: seconds / num_steps * 1e3
     return {
         n: {
-            "ms": timing.timings[str(n)].median_s / num_steps * 1e3,
-            "min_ms": timing.timings[str(n)].min_s / num_steps * 1e3,
+            "ms": of(timings[str(n)].median_s),
+            "min_ms": of(timings[str(n)].min_s),
+            "processor_ms": of(processor[str(n)].min_s),
             "read_mb": num_bytes[n] / 1e6,
         }
         for n in lengths
     }
 
 
-def growth(rows: dict[int, dict]) -> dict:
-    """How a step grows from the shortest to the longest context; GB/s of the bytes that it adds."""
+def growth(rows: dict[int, dict]) -> dict[str, float | None]:
+    """How a step grows from the shortest to the longest context, and the rate of what it adds."""
     first, last = rows[min(rows)], rows[max(rows)]
-    added_s = (last["min_ms"] - first["min_ms"]) / 1e3
     added_gb = (last["read_mb"] - first["read_mb"]) / 1e3
+
+    def rate(clock: str) -> float | None:
+        added_s = (last[clock] - first[clock]) / 1e3
+        return added_gb / added_s if added_gb > 0 and added_s > 0 else None
+
     return {
-        "ratio": last["ms"] / first["ms"],
-        "min_ratio": last["min_ms"] / first["min_ms"],
-        "added_gb_per_s": added_gb / added_s if added_gb > 0 and added_s > 0 else None,
+        "ratio": last["min_ms"] / first["min_ms"],
+        "processor_ratio": last["processor_ms"] / first["processor_ms"],
+        "gb_per_s": rate("min_ms"),
+        "processor_gb_per_s": rate("processor_ms"),
     }
 
 
-def memory_rate(num_bytes: int = 1 << 28) -> dict:
-    """GB/s at which XLA sums float32 on all cores, and inside a loop, which one core runs."""
-    x = jnp.ones((num_bytes // 4 // 4096, 4096), jnp.float32)
-    whole = jax.jit(lambda x: x.sum(axis=0))
+def short_rows(
+    length: int, capacities: Sequence[int], *, rounds: int
+) -> dict[str, dict[int, dict]]:
+    """A short row in small and large memories: by variant and capacity, as `step_times`."""
+    return {
+        v.name: {
+            c: step_times(v, (length,), c, num_steps=32, rounds=rounds)[length] for c in capacities
+        }
+        for v in VARIANTS
+    }
 
-    def one_core(x):
-        add = lambda i, total: total + jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-        return jax.lax.fori_loop(0, x.shape[0], add, jnp.zeros((x.shape[1],), x.dtype))
 
-    rate = lambda fn: num_bytes / measure(fn, x, num_runs=7).min_s / 1e9
-    return {"all_cores": rate(whole), "one_core": rate(jax.jit(one_core))}
+def memory_rate(num_bytes: int = 1 << 28) -> dict[str, float]:
+    """GB/s at which XLA sums float32: as time passes, and by the processor's time (one core's)."""
+    x = jnp.ones((num_bytes // 4,), jnp.float32)
+    total = jax.jit(lambda x: x.sum())
+    rate = lambda **clock: num_bytes / 1e9 / alternate(
+        {"sum": lambda: total(x)}, rounds=9, **clock
+    ).timings["sum"].min_s
+    return {"gb_per_s": rate(), "processor_gb_per_s": rate(is_processor_time=True)}
 
 
 def prefill_costs(
@@ -212,10 +225,8 @@ def prefill_costs(
     engine, cache = stepper.engine, stepper.state.target_cache
     caches = (cache, stepper.state.drafter_cache)
     ids = np.ones((1, PROMPT_CHUNK), np.int32)
-    sampling = row_sampling(Request((1,), 1), 0)
-    args = lambda start, caches: (
-        engine._params, ids, caches, one_row(start), one_row(PROMPT_CHUNK), sampling, None,
-    )  # fmt: skip
+    place = lambda start: (one_row(start), one_row(PROMPT_CHUNK))
+    args = lambda start, caches: (engine.params, ids, caches, *place(start))
     compiled = engine.prefill_program(False).lower(*args(0, caches)).compile()
     held = {"caches": caches}
 
@@ -226,86 +237,16 @@ def prefill_costs(
                 start + 1,
                 stepper.form,
             ).target_cache
-            first, _, held["caches"] = compiled(*args(start, (target_cache, held["caches"][1])))
-            return first
+            logits, held["caches"] = compiled(*args(start, (target_cache, held["caches"][1])))
+            return logits
 
         return run
 
-    timing = alternate({str(n): chunk(n) for n in starts}, rounds=rounds)
+    timing = alternate({str(n): chunk(n) for n in starts}, rounds=rounds, is_processor_time=True)
+    analysis = compiled.memory_analysis()
+    assert analysis is not None, "XLA:CPU accounts for its memory"
     return {
-        "scratch_mb": compiled.memory_analysis().temp_size_in_bytes / 1e6,
+        "scratch_mb": analysis.temp_size_in_bytes / 1e6,
         "memory_mb": sum(x.nbytes for x in jax.tree.leaves(held["caches"])) / 1e6,
-        "ms": {n: timing.timings[str(n)].min_s * 1e3 for n in starts},
+        "processor_ms": {n: timing.timings[str(n)].min_s * 1e3 for n in starts},
     }
-
-
-def agreement(ours: Completion, reference: Completion) -> int:
-    """Tokens up to the first that differs."""
-    pairs = zip(ours.token_ids, reference.token_ids, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(reference.token_ids))
-
-
-def quantised_answers(
-    target: Model,
-    drafter: Model,
-    requests: dict[str, list[Request]],
-    formats: dict[str, KVFormat | None],
-    *,
-    max_len: int,
-) -> dict[str, dict[str, dict]]:
-    """Per format and scene: agreement with float32, likelihood under it, accept length.
-
-    Args:
-      target: In float32.
-      drafter: Its drafter.
-      requests: Greedy, by scene.
-      formats: By name; must hold one that is None, the reference.
-      max_len: Of the engines.
-    """
-    score = _scorer(target, max_len)
-    reference: dict[str, list[Completion]] = {}
-    rows: dict[str, dict[str, dict]] = {}
-    for name, form in sorted(formats.items(), key=lambda item: item[1] is not None):
-        plain = Engine(target, max_len=max_len, kv_format=form)
-        dflash = Engine(target, drafter, max_len=max_len, kv_format=form)
-        rows[name] = {}
-        for scene, scene_requests in requests.items():
-            done = generate_all(dflash, scene_requests, steps_per_group=max_len)
-            again = generate_all(plain, scene_requests, steps_per_group=max_len)
-            if form is None:
-                reference[scene] = done
-            pairs = list(zip(done, reference[scene], strict=True))
-            agreed = [agreement(ours, theirs) for ours, theirs in pairs]
-            lengths = [len(theirs.token_ids) for _, theirs in pairs]
-            nll = [score(r, c) for r, c in zip(scene_requests, done, strict=True)]
-            rows[name][scene] = {
-                "identical": float(np.mean([a.token_ids == b.token_ids for a, b in pairs])),
-                "agreed_share": sum(agreed) / sum(lengths),
-                "mean_tokens": float(np.mean(lengths)),
-                "nll": float(np.average(nll, weights=[len(c.token_ids) for c in done])),
-                "tau": AcceptStats.of(done, dflash.draft_block_len).tau,
-                "drafting_changes": sum(
-                    a.token_ids != b.token_ids for a, b in zip(done, again, strict=True)
-                ),
-                "num_prompts": len(done),
-            }
-    return rows
-
-
-def _scorer(target: Model, max_len: int):
-    """(request, completion) -> mean negative log likelihood of the answer, memory in float32."""
-
-    @jax.jit
-    def log_probs(params, ids):
-        logits = nnx.merge(target.graph, params)(ids).logits
-        return jax.nn.log_softmax(logits, axis=-1)
-
-    def score(request: Request, completion: Completion) -> float:
-        ids = np.zeros((1, max_len), np.int32)
-        row = [*request.prompt_ids, *completion.token_ids]
-        ids[0, : len(row)] = row
-        table = np.asarray(log_probs(target.params, ids))[0]
-        at = np.arange(len(request.prompt_ids), len(row))
-        return float(-table[at - 1, ids[0, at]].mean())
-
-    return score

@@ -96,7 +96,8 @@ def test_a_drafter_without_windows_reads_its_context_in_pieces():
             2, 60, geometry, config.windows, slack=5, dtype=jnp.float32, piece_len=piece_len
         )
         zeros, num = jnp.zeros((2,), jnp.int32), jnp.full((2,), 50, jnp.int32)
-        cache = drafter.inject_prompt(cache, jnp.asarray(features), zeros, num)
+        ids = jnp.zeros(features.shape[:2], jnp.int32)  # DFlash does not look at them
+        cache = drafter.inject_prompt(None, cache, jnp.asarray(features), ids, zeros, num)
         assert cache.is_long(0) == (piece_len == 16)
         return drafter.draft_hidden(block, cache, anchors, jnp.full((2,), 5, jnp.int32))
 

@@ -1,0 +1,141 @@
+"""Flags of `python -m mimo_jax.bench`. Imports no JAX, so that `--help` answers at once."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """Accept length, tokens/s and step costs of plain decoding and DFlash.
+
+    Takes about 6 minutes on 2 quiet cores; --num-prompts 40 about 3.
+    """
+
+    checkpoint: Path = Path("assets/mimo-nano")
+    """Checkpoint directory with a drafter in dflash/."""
+    prompts: Path = Path("assets/prompts")
+    """Directory of held-out prompts, SCENE.jsonl."""
+    num_prompts: int = 200
+    """Prompts per scene for accept lengths."""
+    num_speed_prompts: int = 40
+    """Prompts per scene for tokens/s."""
+    max_tokens: int = 200
+    """Longest answer."""
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    """Temperatures at which accept lengths are measured."""
+    only: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Parts to run, any of tau, speed, auto, dense, loop; default all."""
+    json: Path | None = Path("out/bench/decode.json")
+    """Where the figures are written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafters:
+    """DFlash, several passes, EAGLE-3 and MTP heads on one target, trained equally long.
+
+    Trains each kind for --seconds of processor time (kept, resumed and reused), then measures for
+    about 10 minutes on 2 cores.
+    """
+
+    checkpoint: Path = Path("assets/mimo-nano")
+    """Checkpoint directory with a DFlash drafter in dflash/, which gives the others their shape."""
+    prompts: Path = Path("assets/prompts")
+    """Directory of held-out prompts, SCENE.jsonl."""
+    directory: Path = Path("out/bench/drafters")
+    """Where trained drafters are kept."""
+    text: Path = Path("out/bench/drafters/text")
+    """The target's own answers as training rows; made if missing. Another home of them is the
+    directory regenerate/ of a training run of this target."""
+    seconds: float = 480.0
+    """Processor seconds of training per drafter."""
+    num_prompts: int = 20
+    """Prompts per scene."""
+    max_tokens: int = 200
+    """Longest answer."""
+    json: Path | None = Path("out/bench/drafters.json")
+    """Where the figures are written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lossless:
+    """Drafted answers against plain decoding's, token for token, greedy, float32.
+
+    Every way of drafting at every batch size: 24 runs over all prompts, half an hour on 2 busy
+    cores. Exit code 1 if an answer differs where the target was in no near tie.
+    """
+
+    checkpoint: Path = Path("assets/mimo-nano")
+    """Checkpoint directory with a drafter in dflash/."""
+    prompts: Path = Path("assets/prompts")
+    """Directory of held-out prompts, SCENE.jsonl."""
+    count: int = 200
+    """Prompts per scene."""
+    max_tokens: int = 32
+    """Longest answer."""
+    only: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Ways of drafting to run, e.g. chain; default all."""
+    batch_sizes: tuple[int, ...] = (1, 3, 8)
+    """Rows decoded at once."""
+    json: Path | None = Path("out/bench/lossless.json")
+    """Where the figures are written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """Time to the first token and of a job whose prompts share a system prompt, read once or not.
+
+    Takes about a minute on 2 quiet cores.
+    """
+
+    checkpoint: Path = Path("assets/mimo-nano")
+    """Checkpoint directory with a drafter in dflash/."""
+    prompts: Path = Path("assets/prompts")
+    """Directory of held-out prompts, SCENE.jsonl."""
+    num_prompts: int = 40
+    """Prompts, of chat and math in turn."""
+    system_len: int = 256
+    """Tokens of the system prompt."""
+    max_tokens: int = 48
+    """Longest answer."""
+    batch_sizes: tuple[int, ...] = (1, 8)
+    """Rows."""
+    json: Path | None = Path("out/bench/prefix.json")
+    """Where the figures are written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Time of a step and of a prompt chunk by context, and answers with quantised memory.
+
+    Takes about 15 minutes on 2 quiet cores and 2 GB of memory.
+    """
+
+    checkpoint: Path = Path("assets/mimo-nano")
+    """Checkpoint directory with a drafter in dflash/."""
+    prompts: Path = Path("assets/prompts")
+    """Directory of held-out prompts, SCENE.jsonl."""
+    num_prompts: int = 12
+    """Prompts per scene for answers."""
+    rounds: int = 7
+    """Turns per measurement."""
+    only: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Parts to run, any of steps, short, prefill, answers; default all."""
+    json: Path | None = Path("out/bench/context.json")
+    """Where the figures are written."""
+    plot: Path | None = Path("out/bench/context.png")
+    """Where the picture of part steps is drawn."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Rate and memory of reading a checkpoint into 8 virtual CPU devices, against dd."""
+
+    directory: Path = Path("out/bench/load")
+    """Where the synthetic checkpoint is written, once; it stays there."""
+    num_layers: int = 20
+    """Layers of it, 0.2 GB each."""
+    json: Path | None = Path("out/bench/load.json")
+    """Where the figures are written."""
