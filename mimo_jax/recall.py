@@ -31,7 +31,7 @@ def float_pieces(layer: LayerCache, limit: Int[Array, "b t"], piece_len: int) ->
 
         return part(layer.keys), part(layer.values)
 
-    return Pieces(read, layer.keys.shape[2], piece_len, limit)
+    return Pieces(read, layer.keys.shape[2], piece_len, limit, (layer.keys, layer.values))
 
 
 def attend_long(

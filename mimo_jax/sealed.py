@@ -13,6 +13,9 @@ A tail's slot i holds position (num_sealed - 1) * group_len + i, negative = noth
 sealed the tail moves down by one group. So nothing wraps, and a chain or a tree is written as in a
 linear memory. Sealing is a loop of at most one round on most steps: a branch would copy the codes.
 
+So drafts change nothing, up to one thing: a key that was computed in a block differs from one
+computed alone by 1e-7, and where it stands on the edge between two codes it may take the other.
+
 A prompt chunk sees itself in float, and what lies before it by the same rule. It starts at a
 multiple of the group length.
 

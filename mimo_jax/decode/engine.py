@@ -112,8 +112,9 @@ class Engine:
       num_logprobs: Record the log probability of every token, and of this many likeliest ids at
         its position; None = record none.
       kv_format: How the memory of the target's global layers is quantised, of quant.kv.FORMATS;
-        None = not at all. Drafting changes no answer then either: what a position sees in codes is
-        told by the position.
+        None = not at all. Drafting changes no answer then either, up to rounding: what a position
+        sees in codes is told by the position, but a key computed in a block differs by 1e-7, and
+        a number on the edge between two codes may then take the other (1 of 90 answers).
 
     Raises:
       ConfigError: If drafter and target do not fit, or a length is out of range.

@@ -12,10 +12,13 @@ Two forms, because two compilers read memory differently (`jax.lax.platform_depe
     at 1, 2, 6 and 16 queries: 10, 11, 18 and 31 ms one by one, 20, 20, 26 and 33 ms as a matrix;
     summing the same bytes takes 7. Reductions over one axis of a matrix go to a library call and
     undo it (20 ms again), so each query has its own.
-  * Others. All rows together, in larger pieces: a launch costs more than a copy.
+  * Others. All rows together: a step in one product with the whole memory, since a loop's launches
+    and the copies of its pieces would cost more than what is read for nothing (a kernel that knows
+    the lengths would need neither); prompt chunks and codes in large pieces.
 
-Rejected: products with the whole memory (cost by capacity, and XLA:CPU copied the keys, transposed,
-at every step); a switch over capacities (a program per power of two, and up to twice the bytes).
+Rejected: products with the whole memory on a CPU (cost by capacity: 574 ms a step for a row of 100
+in 262,144, and the keys copied, transposed); a switch over capacities (a program per power of two,
+and up to twice the bytes).
 
 Source: running softmax as in arXiv:2205.14135.
 """
@@ -32,7 +35,7 @@ from mimo_jax.layers.attention import MASKED_SCORE, Sums, batched_matmul, fold_q
 
 _MAX_ONE_BY_ONE = 12  # queries per KV head; from there a matrix product is faster, see above
 _MAX_UNROLLED_ROWS = 8  # loops of their own; the program would grow with the batch
-_SCORES_PER_PIECE = 1 << 24  # of one row and KV head, where pieces may be large
+_SCORES_AT_ONCE = 1 << 25  # of one row and KV head, where pieces may be large: 134 MB
 
 
 class Pieces(NamedTuple):
@@ -44,12 +47,14 @@ class Pieces(NamedTuple):
       num_slots: Of the memory, at least piece_len.
       piece_len: Slots read at once on a CPU.
       limit: Query t of a row sees slots 0 .. limit[b, t] - 1.
+      whole: Keys and values of all slots, where they need no decoding.
     """
 
     read: Callable
     num_slots: int
     piece_len: int
     limit: Int[Array, "b t"]
+    whole: tuple[Float[Array, "b k s h"], Float[Array, "b k s hv"]] | None = None
 
 
 def sum_pieces(queries: Float[Array, "b t n h"], pieces: Pieces, num_kv_heads: int) -> Sums:
@@ -72,22 +77,32 @@ def _by_row(folded: Float[Array, "b k r h"], *, pieces: Pieces) -> Sums:
 
 
 def _together(folded: Float[Array, "b k r h"], *, pieces: Pieces) -> Sums:
-    times = min(max(_SCORES_PER_PIECE // (folded.shape[2] * pieces.piece_len), 1), 64)
-    return _loop(folded, 0, pieces, min(times * pieces.piece_len, pieces.num_slots))
+    num_at_once = _SCORES_AT_ONCE // folded.shape[2]
+    if pieces.whole is not None and pieces.num_slots <= num_at_once:
+        keys, values = pieces.whole
+        slots = jnp.arange(pieces.num_slots, dtype=jnp.int32)[None, None, :]
+        seen = slots < pieces.limit[:, :, None]
+        return _as_matrices(folded, keys, values, seen, _nothing(folded, values.shape[-1]))
+    num_at_once = min(num_at_once, 64 * pieces.piece_len, pieces.num_slots)
+    return _loop(folded, 0, pieces, max(num_at_once // pieces.piece_len, 1) * pieces.piece_len)
+
+
+def _nothing(folded: Float[Array, "b k r h"], v_head_dim: int) -> Sums:
+    b, k, r, _ = folded.shape
+    return Sums(
+        jnp.full((b, k, r, 1), MASKED_SCORE, jnp.float32),
+        jnp.zeros((b, k, r, 1), jnp.float32),
+        jnp.zeros((b, k, r, v_head_dim), jnp.float32),
+    )
 
 
 def _loop(folded: Float[Array, "b k r h"], first_row: int, pieces: Pieces, piece_len: int) -> Sums:
     """Sums over all pieces below the highest limit of these rows."""
-    b, k, r, _ = folded.shape
+    b, _, r, _ = folded.shape
     limit = pieces.limit[first_row : first_row + b]
     end = limit.max()
     # The width of values is told by a piece that is never read.
     _, values = jax.eval_shape(lambda: pieces.read(first_row, b, jnp.int32(0), piece_len))
-    empty = Sums(
-        jnp.full((b, k, r, 1), MASKED_SCORE, jnp.float32),
-        jnp.zeros((b, k, r, 1), jnp.float32),
-        jnp.zeros((b, k, r, values.shape[-1]), jnp.float32),
-    )
     dots = _one_by_one if r <= _MAX_ONE_BY_ONE and b == 1 else _as_matrices
 
     def piece(carry):
@@ -99,7 +114,7 @@ def _loop(folded: Float[Array, "b k r h"], first_row: int, pieces: Pieces, piece
         seen = (slots >= begin) & (slots < limit[:, :, None])
         return begin + piece_len, dots(folded, keys, values, seen, sums)
 
-    start = (jnp.zeros((), jnp.int32), empty)
+    start = (jnp.zeros((), jnp.int32), _nothing(folded, values.shape[-1]))
     return jax.lax.while_loop(lambda carry: carry[0] < end, piece, start)[1]
 
 

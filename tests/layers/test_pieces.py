@@ -29,7 +29,7 @@ def read_from(keys, values):
     return read
 
 
-@pytest.mark.parametrize("form", ["one by one", "as matrices", "together"])
+@pytest.mark.parametrize("form", ["one by one", "as matrices", "together", "whole"])
 @pytest.mark.parametrize("limit", [(0, 1), (8, 9), (21, 20), (5, 16)])
 def test_pieces_beside_a_stretch_are_one_softmax(form, limit, monkeypatch):
     t, own = 2, 3
@@ -51,13 +51,16 @@ def test_pieces_beside_a_stretch_are_one_softmax(form, limit, monkeypatch):
         end = limits[row].max()
         keys[row, :, end:S], values[row, :, end:S] = 1e4, -1e4
 
+    if form == "together":
+        monkeypatch.setattr(pieces_module, "_SCORES_AT_ONCE", 4 * PIECE)  # one piece at a time
     if form == "as matrices":
         monkeypatch.setattr(pieces_module, "_MAX_ONE_BY_ONE", 0)
 
     @jax.jit
     def run(queries, keys, values, limits):
-        pieces = Pieces(read_from(keys[:, :, :S], values[:, :, :S]), S, PIECE, limits)
-        if form == "together":
+        memory = (keys[:, :, :S], values[:, :, :S])
+        pieces = Pieces(read_from(*memory), S, PIECE, limits, memory if form == "whole" else None)
+        if form in ("together", "whole"):
             earlier = pieces_module._together(fold_queries(queries, K), pieces=pieces)
         else:
             earlier = sum_pieces(queries, pieces, K)
@@ -101,3 +104,23 @@ def test_many_rows_share_a_loop():
     positions = np.zeros((b, S), np.int32)
     want = oracle.attention(queries, keys, values, positions, positions, seen=seen)
     np.testing.assert_allclose(run(queries, keys, values, limit), want, atol=ATOL, rtol=0)
+
+
+def test_accelerators_get_no_loop_in_a_step_and_pieces_in_a_prompt():
+    """Lowered for a GPU that is not here; a CPU has its loops per row."""
+
+    def text(t, platform):
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, t, 2, 8), (1, 1, 2**18, 8))]
+
+        def run(queries, keys):
+            limit = jnp.full((1, t), 5, jnp.int32)
+            memory = (keys, keys)
+            return sum_pieces(queries, Pieces(read_from(*memory), 2**18, 1024, limit, memory), 1)
+
+        lowered = jax.jit(run).trace(*shapes).lower(lowering_platforms=(platform,))
+        return lowered.as_text()
+
+    assert "while" not in text(8, "cuda")
+    assert "while" in text(512, "cuda")
+    assert "x262144" not in text(512, "cuda").replace("1x1x262144x8", "")
+    assert "while" in text(8, "cpu")

@@ -29,6 +29,7 @@ from mimo_jax.plan.devices import DEVICES, find_device
 from mimo_jax.plan.placement import placements
 from mimo_jax.plan.published import PublishedModel, StorageFormats, read_config
 from mimo_jax.plan.verdict import judge
+from mimo_jax.quant.kv import FORMATS
 from mimo_jax.sharding import DECODE, TRAIN
 from tests.checkpoint import pro_headers
 
@@ -108,6 +109,17 @@ def test_shared_kv_heads_are_held_by_every_device_that_needs_them():
     assert found["layers.0.w_qkv"].cut_shape == (4096, 64 * 192 + 8 * (192 + 128))
     assert found["layers.0.w_qkv"].shape == (4096, 64 * 192 + 4 * (192 + 128))
     assert found["layers.1.w_qkv"].cut_shape == found["layers.1.w_qkv"].shape
+
+
+def test_quantised_global_layers(pro):
+    """10 layers of 8 heads: keys 48 + 6 + 2 bytes, values 32 + 4 + 2, and a float tail of 264."""
+    kinds = cache_bytes(
+        pro, batch_size=1, context=262_144, draft_block_len=8, num_devices=8,
+        kv_format=FORMATS["kvarn2"],
+    )  # fmt: skip
+    tail = 264 * (192 + 128) * 2
+    assert kinds[0].num_bytes == 10 * 8 * (262_144 * (56 + 38) + tail)
+    assert kinds[0].bytes_per_token == 10 * (56 + 38)
 
 
 def test_caches_by_kind(pro):
