@@ -8,7 +8,7 @@ the slots of both memories, in slots of rings that hold nothing. After each grou
 row's last block must be poison still, and each answer must be that of a plain engine that was never
 poisoned (sampled noise is keyed by position, so it is the same token for token).
 
-Seen red: a block one slot longer, tokens written one column late, rows of a full batch exchanged.
+Seen red: a block written one slot late, tokens one column late, rows exchanged.
 """
 
 import dataclasses
