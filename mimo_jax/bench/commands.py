@@ -215,14 +215,12 @@ def run_drafters(arguments: Drafters) -> int:
         "step_ms": ".3f",
         "tokens_per_s": ",.0f",
         "over_plain": ".2f",
-        "cpu_s": ".0f",
-        "parameters": ",d",
         "identical": "",
     }
-    console.print(_table("Drafters, greedy, batch 1", rows, columns, of="drafter"))
-    scenes = {name: row["scenes"] for name, row in rows.items()}
-    columns = dict.fromkeys(requests, ".2f")
-    console.print(_table("Accept length by scene", scenes, columns, of="drafter"))
+    console.print(_table("Drafters, greedy, batch 1", rows, columns, of="drafter, block"))
+    scenes = {name: row | row["scenes"] for name, row in rows.items()}
+    columns = dict.fromkeys(requests, ".2f") | {"cpu_s": ".0f", "parameters": ",d"}
+    console.print(_table("Accept length by scene", scenes, columns, of="drafter, block"))
     results = {"machine": machine(), "seconds": arguments.seconds, "drafters": rows}
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,8 @@ that a second run only measures; the embedded DFlash drafter, which was trained 
 row, alone and in several passes. Every drafter decodes with blocks of several lengths: a baseline
 is read off its best line, not off the length that suits its rival.
 
-Draft and verify times are those of the two programs alone, called 32 times from one dispatch; a
-round of the loop also accepts, commits and writes both memories.
+Draft and verify times are those of the two programs alone, called 32 times from one dispatch and
+all contenders' in turn; a step of the loop also accepts, commits and writes both memories.
 """
 
 from collections.abc import Callable
@@ -123,11 +123,11 @@ def contenders(
     return found
 
 
-def part_times(
-    target: Model, drafter: Model[DraftConfig], request: Request, block_len: int, max_len: int
-) -> tuple[float, float]:
-    """Milliseconds of (drafting a block, verifying it), batch 1."""
-    engine = Engine(target, drafter, max_len=max_len, draft_block_len=block_len)
+def part_programs(
+    target: Model, drafter: Model[DraftConfig], engine: Engine, request: Request
+) -> dict[str, Callable[[], Any]]:
+    """By part, "draft" and "verify": that of one block, 32 times over, after a prompt; batch 1."""
+    block_len = engine.draft_block_len
     state = engine.prefill(request)
     taps = drafter.config.target_layer_ids
     anchor_pos = state.length - 1
@@ -158,15 +158,10 @@ def part_times(
 
     block = jnp.broadcast_to(anchors, (1, block_len))
     memory, cache = state.drafter_cache, state.target_cache
-    timing = alternate(
-        {
-            "draft": lambda: draft(target.params, drafter.params, anchors[:, 0], memory),
-            "verify": lambda: verify(target.params, block, cache),
-        },
-        rounds=7,
-    )
-    per_call = {name: t.median_s / _CALLS * 1e3 for name, t in timing.timings.items()}
-    return per_call["draft"], per_call["verify"]
+    return {
+        "draft": lambda: draft(target.params, drafter.params, anchors[:, 0], memory),
+        "verify": lambda: verify(target.params, block, cache),
+    }
 
 
 def block_lengths(contender: Contender) -> list[int]:
@@ -195,12 +190,13 @@ def compare(
       on_progress: Called after each prompt, twice per prompt.
 
     Returns:
-      {name: figures}: tau is the mean over scenes, tokens_per_s and step_ms are over all of them.
+      {"drafter, block length": figures}: tau is the mean over scenes, tokens_per_s and step_ms are
+      over all of them.
     """
     entries: dict[str, tuple[Contender | None, int]] = {"plain": (None, 1)}
     for contender in found:
         for length in block_lengths(contender):
-            entries[f"{contender.name}, block {length}"] = (contender, length)
+            entries[f"{contender.name}, {length}"] = (contender, length)
     engines = {
         name: Engine(target, max_len=max_len)
         if contender is None
@@ -209,23 +205,30 @@ def compare(
     }
     laps = race(engines, requests, on_progress)
     request = next(iter(requests.values()))[0]
+    programs = {
+        f"{name}: {part}": program
+        for name, (contender, _) in entries.items()
+        if contender is not None
+        for part, program in part_programs(
+            target, contender.drafter, engines[name], request
+        ).items()
+    }
+    timings = alternate(programs, rounds=9).timings
+    part_ms = {key: timing.median_s / _CALLS * 1e3 for key, timing in timings.items()}
     plain_s = sum(scene["plain"].decode_s for scene in laps.values())
     rows = {}
-    for name, (contender, length) in entries.items():
+    for name, (contender, _) in entries.items():
         own = [scene[name] for scene in laps.values()]
         decode_s, num_steps = sum(lap.decode_s for lap in own), sum(lap.num_steps for lap in own)
-        draft_ms = verify_ms = parameters = None
-        if contender is not None:
-            draft_ms, verify_ms = part_times(target, contender.drafter, request, length, max_len)
-            parameters = sum(leaf.size for leaf in jax.tree.leaves(contender.drafter.params))
+        leaves = jax.tree.leaves(contender.drafter.params) if contender else []
         rows[name] = {
-            "parameters": parameters,
+            "parameters": sum(leaf.size for leaf in leaves) or None,
             "cpu_s": contender and contender.cpu_s,
             "num_steps": contender and contender.num_steps,
             "tau": float(np.mean([lap.tau for lap in own])),
             "scenes": {scene: laps[scene][name].tau for scene in laps},
-            "draft_ms": draft_ms,
-            "verify_ms": verify_ms,
+            "draft_ms": part_ms.get(f"{name}: draft"),
+            "verify_ms": part_ms.get(f"{name}: verify"),
             "step_ms": decode_s / num_steps * 1e3,
             "tokens_per_s": sum(lap.num_decoded for lap in own) / decode_s,
             "over_plain": plain_s / decode_s,
