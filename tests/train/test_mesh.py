@@ -26,8 +26,8 @@ from mimo_jax.train.block_mask import with_left_halo
 from mimo_jax.train.config import DrafterTrainConfig, TargetTrainConfig
 from mimo_jax.train.data import PackedRows, pack_documents
 from mimo_jax.train.drafter_step import (
-    _gather_blocks,
     draw_blocks,
+    gather_blocks,
     make_drafter_step,
     read_context,
 )
@@ -286,7 +286,7 @@ def test_a_cut_sequence_exchanges_one_halo():
         def gathered(features, batch, anchor_pos):
             context = read_context(features, batch, anchor_pos.astype(jnp.int32), window, mesh)
             gather = on_own(
-                _gather_blocks, mesh, (P(ROWS, None, SEQUENCE), P(ROWS, SEQUENCE)), P(BLOCKS)
+                gather_blocks, mesh, (P(ROWS, None, SEQUENCE), P(ROWS, SEQUENCE)), P(BLOCKS)
             )
             rows = gather(context.features[:, None], context.index)
             places = gather(context.positions[:, None, :, None], context.index)
