@@ -46,8 +46,8 @@ class PoisoningEngine(smallest.CheckedEngine):
 
     num_row_steps = 0
 
-    def prefill(self, request, earlier=None):
-        state = super().prefill(request, earlier)
+    def start(self, request, memory, earlier=None):
+        state = super().start(request, memory, earlier)
         p = len(request.prompt_ids)
         column = jnp.arange(state.tokens.shape[1])[None, :]
         return dataclasses.replace(
