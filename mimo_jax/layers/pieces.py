@@ -78,7 +78,8 @@ def _by_row(folded: Float[Array, "b k r h"], *, pieces: Pieces) -> Sums:
 
 def _together(folded: Float[Array, "b k r h"], *, pieces: Pieces) -> Sums:
     num_at_once = _SCORES_AT_ONCE // folded.shape[2]
-    if pieces.whole is not None and pieces.num_slots <= num_at_once:
+    # The slots behind the longest row, a block's length, shall not make the difference.
+    if pieces.whole is not None and pieces.num_slots - pieces.piece_len <= num_at_once:
         keys, values = pieces.whole
         slots = jnp.arange(pieces.num_slots, dtype=jnp.int32)[None, None, :]
         seen = slots < pieces.limit[:, :, None]

@@ -142,14 +142,21 @@ def walk(
 
 
 def has_step_loop(module: Module) -> bool:
-    """Whether the program loops over decode steps: a loop that ends when it is done, not counted.
+    """Whether the program loops over decode steps: a loop of unknown count that is most of it.
 
-    Prefill and train steps have loops too (over experts, Newton-Schulz), all with a known count.
+    Prefill has such loops too, over the pieces of a long memory, but does its work outside; other
+    loops (over experts, Newton-Schulz) have a known count.
     """
-    return any(
-        visit.instruction.opcode == "while" and "known_trip_count" not in visit.instruction.text
-        for visit in walk(module)
-    )
+    is_work = lambda visit: visit.instruction.opcode not in FREE | {"while", "copy"}
+    visits = list(walk(module))
+    outside = sum(is_work(visit) for visit in visits if visit.loop_depth == 0)
+    for visit in visits:
+        instruction = visit.instruction
+        if instruction.opcode == "while" and "known_trip_count" not in instruction.text:
+            body = dict(instruction.called)["body"]
+            if sum(map(is_work, walk(module, body))) >= outside:
+                return True
+    return False
 
 
 def _fused(module: Module, instruction: Instruction) -> dict[str, Instruction]:
