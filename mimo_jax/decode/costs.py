@@ -79,7 +79,7 @@ class Learnt:
 
     def __init__(self):
         self.controls: dict[str | None, Control] = {}
-        self._pause_s = 0.0  # until the next trial
+        self._pause_s: float | None = None  # until the next trial; None = not begun
         self._turn = 0
 
     def trial(self, engine: Engine, state: DecodeState, group_s: float) -> DecodeState:
@@ -90,6 +90,9 @@ class Learnt:
           state: Between two groups.
           group_s: Seconds of the group that ended.
         """
+        assert engine.costs is not None, "measured before the job"
+        if self._pause_s is None:  # a job of a few answers goes by what was measured before it
+            self._pause_s = TRIAL_STEPS * max(engine.costs) / _TRIAL_SHARE
         self._pause_s -= group_s
         if self._pause_s > 0 or state.control is None:
             return state
@@ -106,7 +109,6 @@ class Learnt:
         self._pause_s = TRIAL_STEPS * other_s / _TRIAL_SHARE
         if ((np.asarray(state.num_steps) - before)[running] < 2 * TRIAL_STEPS).all():
             return state  # all rows ended: fewer steps were taken than were counted
-        assert engine.costs is not None, "measured before the job"
         assert state.control is not None
         engine.costs = followed(engine.costs, kept, other, other_s / kept_s)
         costs = jnp.broadcast_to(

@@ -177,7 +177,8 @@ class Engine:
         self.policy = None if drafter is None else policy
         self.lengths = controller.ladder(self.draft_block_len, self.max_verify_nodes is not None)
         self.costs: list[float] | None = None  # of a step of each rung; see costs.py
-        self._controls: dict[tuple, controller.Control] = {}  # fresh ones, by scene and costs
+        # Fresh ones by scene, with the costs that they hold.
+        self._controls: dict[str | None, tuple[list[float], controller.Control]] = {}
         self.rule, self.max_bias_ids, self.num_logprobs = rule, max_bias_ids, num_logprobs
         self.kv_format = kv_format
         if kv_format is not None and PROMPT_CHUNK % kv_format.group_len:
@@ -395,12 +396,13 @@ class Engine:
         if self.policy is None:
             return None
         costs = self.costs or self.nominal_costs
-        key = (request.scene, *costs)  # kept: made anew they are a dozen dispatches per request
-        if key not in self._controls:
+        of_costs, fresh = self._controls.get(request.scene, (None, None))
+        if fresh is None or of_costs != costs:  # kept: made anew it is a dozen dispatches
             has_tree = self.max_verify_nodes is not None
             fresh = adaptive.row_control(self.lengths, request.scene, has_tree)
-            self._controls[key] = fresh._replace(costs=jnp.asarray([costs], jnp.float32))
-        return controller.carried(self._controls[key], earlier)
+            fresh = fresh._replace(costs=jnp.asarray([costs], jnp.float32))
+            self._controls[request.scene] = (costs, fresh)
+        return controller.carried(fresh, earlier)
 
     @property
     def rung_names(self) -> tuple[str, ...]:
