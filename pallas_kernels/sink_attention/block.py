@@ -1,0 +1,84 @@
+"""What a kernel has to know of a block, laid out by the rows of its tiles.
+
+A tile holds 64 rows: some heads times the tokens of the block, rounded up to 8. Positions, masks
+and rotations belong to tokens, so every head has the same; they are spread over 64 rows here, in
+XLA, once per step: all layers of a kind ask for the same tables and the compiler makes them once.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+ROWS = 64
+KEYS = 64  # slots of memory read at once
+MAX_TOKENS = ROWS
+# Lines of `BlockTables.rows`.
+LOWEST, LOW_BITS, HIGH_BITS = range(3)
+
+
+class BlockTables(NamedTuple):
+    """A block by the rows of a tile.
+
+    Attributes:
+      rows: int32 [b, 3, 64]: the lowest position that a row sees, and which tokens of the block
+        it sees, as 2 x 32 bits, low bits first.
+      cos: float32 [b, 64, r].
+      sin: float32 [b, 64, r].
+    """
+
+    rows: Int[Array, "b 3 64"]
+    cos: Float[Array, "b 64 r"]
+    sin: Float[Array, "b 64 r"]
+
+
+def padded_tokens(t: int) -> int:
+    """Tokens of a block rounded up to 8, the fewest that wgmma multiplies. Example: 3 -> 8."""
+    return -(-t // 8) * 8
+
+
+def _spread(x: Array) -> Array:
+    """[b, t, ...] -> [b, 64, ...]: row r holds token r modulo the padded tokens, or zero."""
+    t = padded_tokens(x.shape[1])
+    x = jnp.pad(x, ((0, 0), (0, t - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
+    return jnp.concatenate([x] * -(-ROWS // t), axis=1)[:, :ROWS]
+
+
+def _within_window(sees: Int[Array, "b t w"], depths: Int[Array, "b t"], window: int):
+    """The bits of `sees` without those of tokens `window` and more before a token."""
+    t = depths.shape[1]
+    near = depths[:, :, None] - depths[:, None, :] < window
+    near = jnp.pad(near, ((0, 0), (0, 0), (0, 32 * sees.shape[2] - t)))
+    near = near.reshape(*sees.shape, 32).astype(jnp.int32)
+    # int32 wraps, so that bit 31 is the sign.
+    words = (near << jnp.arange(32, dtype=jnp.int32)[None, None, None]).sum(axis=-1)
+    return sees & words.astype(jnp.int32)
+
+
+def make_tables(
+    start: Int[Array, "b"],
+    depths: Int[Array, "b t"],
+    sees: Int[Array, "b t w"],
+    cos: Float[Array, "b t r"],
+    sin: Float[Array, "b t r"],
+    window: int | None,
+) -> BlockTables:
+    """Tables of a block; arguments as in `api.sink_attention`."""
+    lowest = jnp.zeros_like(depths)
+    if window is not None:
+        lowest = jnp.maximum(start[:, None] + depths - window + 1, 0)
+        sees = _within_window(sees, depths, window)
+    words = jnp.pad(sees, ((0, 0), (0, 0), (0, 2 - sees.shape[2])))
+    rows = jnp.stack([_spread(x) for x in (lowest, words[..., 0], words[..., 1])], axis=1)
+    return BlockTables(rows, _spread(cos), _spread(sin))
+
+
+def readable_positions(
+    slot_positions: Int[Array, "b s"], start: Int[Array, "b"]
+) -> Int[Array, "b s2"]:
+    """Positions of a ring's slots below `start`, -1 elsewhere; padded to whole tiles of keys.
+
+    Example: 100 slots -> 128.
+    """
+    kept = jnp.where(slot_positions < start[:, None], slot_positions, -1)
+    return jnp.pad(kept, ((0, 0), (0, -kept.shape[1] % KEYS)), constant_values=-1)
