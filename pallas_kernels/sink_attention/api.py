@@ -13,6 +13,14 @@ from pallas_kernels.sink_attention import block, reference
 IMPLEMENTATIONS = ("xla", "mosaic_gpu", "interpret")
 
 
+def _check(t: int, implementation: str) -> None:
+    if not 1 <= t <= block.MAX_TOKENS:
+        raise ValueError(f"block: {t} tokens per row, allowed are 1 to {block.MAX_TOKENS}")
+    if implementation not in IMPLEMENTATIONS:
+        allowed = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"implementation: {implementation!r}, allowed are {allowed}")
+
+
 def sink_attention(
     qkv: Float[Array, "b t w"],
     keys: Float[Array, "b k s h"],
@@ -77,13 +85,9 @@ def sink_attention(
     n = (width - k * (h + hv)) // h
     if n < 1 or n % k or n * h + k * (h + hv) != width:
         raise ValueError(f"qkv: {width} columns are not whole heads of {h} with {k} of {h} + {hv}")
-    if not 1 <= t <= block.MAX_TOKENS:
-        raise ValueError(f"qkv: {t} tokens per row, allowed are 1 to {block.MAX_TOKENS}")
     if sees.shape[2] != -(-t // 32):
         raise ValueError(f"sees: {sees.shape[2]} words for {t} tokens, one per 32 is needed")
-    if implementation not in IMPLEMENTATIONS:
-        allowed = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"implementation: {implementation!r}, allowed are {allowed}")
+    _check(t, implementation)
     if implementation == "xla":
         return reference.sink_attention(
             qkv, keys, values, start=start, depths=depths, sees=sees,
@@ -91,14 +95,84 @@ def sink_attention(
             k_norm=k_norm, norm_eps=norm_eps, value_scale=value_scale, window=window,
             write=write, first_slot=first_slot,
         )  # fmt: skip
+    kernel, call = _kernel_call(
+        qkv, keys, values, n, cos, norm_eps, value_scale, implementation
+    )
+    tables = block.make_tables(start, depths, sees, cos, sin, window)
+    inputs = kernel.Inputs(
+        qkv.astype(jnp.bfloat16), tables, start, first_slot, sink, q_norm, k_norm
+    )
+    if slot_positions is None:
+        out, keys, values = kernel.attend_linear(call, inputs, (keys, values), write=write)
+    else:
+        positions = block.readable_positions(slot_positions, start)
+        out, keys, values = kernel.attend_ring(
+            call, inputs, (keys, values), positions, write=write
+        )
+    return out.astype(qkv.dtype), keys, values
+
+
+def _kernel_call(qkv, keys, values, n: int, cos, norm_eps, value_scale, implementation: str):
+    """The kernels' module, imported where it is wanted, and what they must know at compile time."""
     from pallas_kernels.sink_attention import pallas_mosaic_gpu as kernel
 
-    tables = block.make_tables(start, depths, sees, cos, sin, window)
-    assert slot_positions is not None and write and q_norm is None and k_norm is None
-    out, keys, values = kernel.attend_ring(
-        qkv.astype(jnp.bfloat16), keys, values, rows=tables.rows, cos=tables.cos, sin=tables.sin,
-        positions=block.readable_positions(slot_positions, start), first_slot=first_slot,
-        sink=sink, value_scale=value_scale, write=write,
-        interpret=implementation == "interpret",
-    )  # fmt: skip
-    return out.astype(qkv.dtype), keys, values
+    b, t, _ = qkv.shape
+    _, k, _, h = keys.shape
+    hv, half = values.shape[3], cos.shape[2]
+    if keys.dtype != jnp.bfloat16 or values.dtype != jnp.bfloat16:
+        raise ValueError(f"memory: {keys.dtype} and {values.dtype}, the kernel takes bfloat16")
+    if h % 16 or hv % 16 or half % 16:
+        raise ValueError(f"heads: widths {h} and {hv}, rotated {half} + {half}; 16 must divide all")
+    is_simulated = implementation == "interpret"
+    return kernel, kernel.Call(b, t, n, k, h, hv, half, hv, norm_eps, value_scale, is_simulated)
+
+
+def write_context(
+    kv: Float[Array, "b t w"],
+    keys: Float[Array, "b k s h"],
+    values: Float[Array, "b k s hv"],
+    *,
+    first_slot: Int[Array, "b"],
+    cos: Float[Array, "b t r"],
+    sin: Float[Array, "b t r"],
+    k_norm: Float[Array, "h"] | None = None,
+    norm_eps: float = 0.0,
+    value_scale: float = 1.0,
+    implementation: str,
+) -> tuple[Float[Array, "b k s h"], Float[Array, "b k s hv"]]:
+    """Writes keys and values that belong to no queries: a drafter's context.
+
+    Args:
+      kv: The raw projection, k heads of keys, then of values; w = k * h + k * hv.
+      keys: Memory.
+      values: Memory.
+      first_slot: Token i goes to slot first_slot + i.
+      cos: As in `sink_attention`, as all that follows.
+      sin: As cos.
+      k_norm: Weight of the norm before the rotation, or None.
+      norm_eps: Of the norm.
+      value_scale: Of the values.
+      implementation: As in `sink_attention`.
+
+    Returns:
+      The memory.
+
+    Raises:
+      ValueError: For shapes that do not fit, or an implementation that does not exist.
+
+    Example: a value of 8 under value_scale 0.5 at first_slot 2 -> slot 2 holds 4.
+    """
+    _, t, width = kv.shape
+    _, k, _, h = keys.shape
+    if width != k * (h + values.shape[3]):
+        raise ValueError(f"kv: {width} columns, {k} heads of {h} + {values.shape[3]} are needed")
+    _check(t, implementation)
+    if implementation == "xla":
+        return reference.write_context(
+            kv, keys, values, first_slot=first_slot, cos=cos, sin=sin, k_norm=k_norm,
+            norm_eps=norm_eps, value_scale=value_scale,
+        )  # fmt: skip
+    kernel, call = _kernel_call(kv, keys, values, 0, cos, norm_eps, value_scale, implementation)
+    cos, sin = (block.spread(x) for x in (cos, sin))
+    kv = kv.astype(jnp.bfloat16)
+    return kernel.write_context(call, kv, (keys, values), cos, sin, first_slot, k_norm)

@@ -37,7 +37,7 @@ def padded_tokens(t: int) -> int:
     return -(-t // 8) * 8
 
 
-def _spread(x: Array) -> Array:
+def spread(x: Array) -> Array:
     """[b, t, ...] -> [b, 64, ...]: row r holds token r modulo the padded tokens, or zero."""
     t = padded_tokens(x.shape[1])
     x = jnp.pad(x, ((0, 0), (0, t - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
@@ -69,8 +69,8 @@ def make_tables(
         lowest = jnp.maximum(start[:, None] + depths - window + 1, 0)
         sees = _within_window(sees, depths, window)
     words = jnp.pad(sees, ((0, 0), (0, 0), (0, 2 - sees.shape[2])))
-    rows = jnp.stack([_spread(x) for x in (lowest, words[..., 0], words[..., 1])], axis=1)
-    return BlockTables(rows, _spread(cos), _spread(sin))
+    rows = jnp.stack([spread(x) for x in (lowest, words[..., 0], words[..., 1])], axis=1)
+    return BlockTables(rows, spread(cos), spread(sin))
 
 
 def readable_positions(

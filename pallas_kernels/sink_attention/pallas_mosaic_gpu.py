@@ -1,276 +1,262 @@
-"""Attention of one block on Hopper, from the raw projection to the written memory."""
+"""The kernels: attention of one block on Hopper, from the raw projection to the written memory.
 
-import dataclasses
+A ring is short: one launch, in which every 64-row tile of queries reads all of it. A linear memory
+may hold 262,144 positions, more than a few multiprocessors can read in time: a first launch cuts
+what lies below `start` into splits and leaves a softmax per split, a second one merges them. Both
+ways end alike, with the block itself, which never comes from memory: its slots may be written at
+any moment, by one of the readers.
+
+Rejected: one launch with a grid-wide wait (all splits would have to be resident at once); merging
+in the multiprocessor of each tile (2 MB at about 0.1 TB/s: 20 us for each of ten layers), hence
+`MERGE_COLUMNS`.
+"""
+
 import functools
-import math
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.sink_attention.reference import MASKED_SCORE
+from pallas_kernels.sink_attention import staging, tile
+from pallas_kernels.sink_attention.block import KEYS, LOWEST, ROWS
+from pallas_kernels.sink_attention.staging import Call, Inputs, index
 
-ROWS = 64  # of a wgmma tile: some heads times the tokens of the block
-KEYS = 64  # read at once
-SLOTS = 3  # key tiles on their way or in use
-LOG2_E = math.log2(math.e)
-WGMMA = plgpu.Layout.WGMMA
-PER_ROW = WGMMA.reduce(1)
-PER_COLUMN = WGMMA.reduce(0)
+NUM_BLOCKS = 128  # blocks of threads that splits may occupy; an H200 has 132 multiprocessors
+MIN_STEPS = 4  # tiles of keys per split: fewer cost more to merge than to read
+MERGE_COLUMNS = 32  # of values, that one block of threads merges
+MERGE_SLOTS = 4  # partial sums on their way
 
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    b: int
-    t: int
-    n: int
-    k: int
-    h: int
-    hv: int
-    half: int
-    s: int
-
-    @property
-    def tokens(self) -> int:
-        return -(-self.t // 8) * 8
-
-    @property
-    def heads_per_tile(self) -> int:
-        g = self.n // self.k
-        return max(p for p in range(1, ROWS // self.tokens + 1) if g % p == 0)
-
-    @property
-    def num_tiles(self) -> int:
-        return self.n // self.k // self.heads_per_tile
+type Memory = tuple[Float[Array, "b k s h"], Float[Array, "b k s hv"]]
+type Results = tuple[Float[Array, "b t nv"], Float[Array, "b k s2 h"], Float[Array, "b k s2 hv"]]
 
 
-def chunk(*divisors: int) -> int:
-    return next(c for c in (64, 32, 16) if all(d % c == 0 for d in divisors))
+def _outputs(call: Call, *, write: bool) -> list[jax.ShapeDtypeStruct]:
+    """The output, and the block's keys and values where they do not go into memory."""
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    out = [of((call.b, call.t, call.n * call.hv))]
+    if write:
+        return out
+    block = (call.b, call.k, call.t)
+    return [*out, of((*block, call.h)), of((*block, call.hv))]
 
 
-def tiled(*divisors: int):
-    """Layout of a bfloat16 operand of wgmma whose columns are cut at multiples of `divisors`."""
-    columns = chunk(*divisors)
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+def _finishing_kernel(call: Call, inputs: Inputs, memory, write: bool, extra, scratch, carry_from):
+    """Runs a kernel that ends with the block.
 
+    Args:
+      call: The call.
+      inputs: Of the call.
+      memory: (keys, values).
+      write: Whether the block is written into them.
+      extra: More operands.
+      scratch: More shared memory.
+      carry_from: (inputs, memory, extra, shared, prepare) -> the softmax of what comes before the
+        block; calls prepare once its own copies are under way.
 
-def along_rows(x, width: int):
-    return lax.broadcast_in_dim(x, (ROWS, width), (0,))
-
-
-def along_columns(x):
-    return lax.broadcast_in_dim(x, (ROWS, x.shape[0]), (1,))
-
-
-def rms_norm_tile(ref, weight_ref, eps: float):
-    h = ref.shape[1]
-    x = plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
-    inverse = lax.rsqrt((x * x).sum(axis=1) * (1.0 / h) + eps)
-    normed = (x * along_rows(inverse, h)).astype(jnp.bfloat16).astype(jnp.float32)
-    weight = plgpu.load(weight_ref, layout=PER_COLUMN).astype(jnp.float32)
-    ref[...] = (normed * along_columns(weight)).astype(jnp.bfloat16)
-
-
-def rotate_tile(ref, cos_ref, sin_ref):
-    half = cos_ref.shape[1]
-    first_ref, second_ref = ref.at[:, :half], ref.at[:, half : 2 * half]
-    first = plgpu.load(first_ref, layout=WGMMA).astype(jnp.float32)
-    second = plgpu.load(second_ref, layout=WGMMA).astype(jnp.float32)
-    cos, sin = plgpu.load(cos_ref, layout=WGMMA), plgpu.load(sin_ref, layout=WGMMA)
-    first_ref[...] = (first * cos - second * sin).astype(jnp.bfloat16)
-    second_ref[...] = (second * cos + first * sin).astype(jnp.bfloat16)
-
-
-def clean_values_tile(ref, num_rows: int, value_scale: float):
-    width = ref.shape[1]
-    x = plgpu.load(ref, layout=WGMMA).astype(jnp.float32) * value_scale
-    x = jnp.where(x != x, 0.0, x)
-    largest = float(jnp.finfo(jnp.bfloat16).max)
-    x = jnp.minimum(jnp.maximum(x, -largest), largest)
-    row = plgpu.broadcasted_iota(jnp.int32, (ROWS, width), 0, layout=WGMMA)
-    ref[...] = jnp.where(row < num_rows, x, 0.0).astype(jnp.bfloat16)
-
-
-def flatten(tiled_ref, flat_ref, columns: int):
-    """Copies the first rows of a swizzled tile into a row-major one.
-
-    Into memory they go from there: a transfer of whole tiles starts at multiples of 8 rows only.
+    Returns:
+      (output, keys, values), see `api.sink_attention`.
     """
-    tiling = plgpu.Tiling(((8, columns), (2, columns // 16)))
-    layout = plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
-    x = plgpu.load(tiled_ref.at[: flat_ref.shape[0]], layout=layout, optimized=False)
-    plgpu.store(flat_ref, x, optimized=False)
+    base = staging.query_scratch(call, inputs) | staging.block_scratch(call, inputs.k_norm)
+
+    def body(inputs, memory, extra, out, *rest, **scratch):
+        shared = SimpleNamespace(**scratch)
+        (row,) = index("row")
+        staging.fetch_queries(call, inputs, shared)
+        staging.fetch_block(call, inputs.qkv, inputs.k_norm, shared)
+
+        def prepare() -> tile.Carry:
+            staging.prepare_queries(call, inputs, shared)
+            staging.prepare_block(call, inputs.k_norm, shared)
+            targets, first = (memory, inputs.first_slot[row]) if write else (rest, row * 0)
+            staging.store_block(call, shared, *targets, first)
+            return staging.first_carry(call, inputs.sink)
+
+        staging.finish(call, shared, carry_from(inputs, memory, extra, shared, prepare), out)
+
+    refs = tuple(jax.new_ref(x) for x in memory) if write else memory
+    kernel = call.launch(
+        body, _outputs(call, write=write), base | scratch(call, base), ("part", call.hv // call.width)
+    )
+    out, *block = kernel(inputs, refs, extra)
+    if not write:
+        return out, *block
+    return out, *(jax.freeze(ref) for ref in refs)
 
 
-def attend_tile(q, keys, values, weights, seen, carry, scale: float):
-    acc, top, total = carry
-
-    def score(ref):
-        plgpu.wgmma(ref, q, keys.transpose((1, 0)))
-        return ref[...]
-
-    scores = pl.run_scoped(score, plgpu.ACC((ROWS, KEYS), jnp.float32))
-    scores = jnp.where(seen, scores * scale, MASKED_SCORE)
-    new_top = jnp.maximum(top, scores.max(axis=1))
-    kept = jnp.exp2(top - new_top)
-    part = jnp.exp2(scores - along_rows(new_top, KEYS))
-    weights[...] = part.astype(jnp.bfloat16)
-    plgpu.commit_smem()
-
-    def weigh(ref):
-        plgpu.wgmma(ref, weights, values)
-        return ref[...]
-
-    acc = acc * along_rows(kept, acc.shape[1])
-    acc = acc + pl.run_scoped(weigh, plgpu.ACC(acc.shape, jnp.float32))
-    return acc, new_top, total * kept + part.sum(axis=1)
-
-
-def iota(shape, axis):
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
-
-
-def block_seen(rows_ref):
-    column = iota((ROWS, KEYS), 1)
-    low = along_rows(plgpu.load(rows_ref.at[1], layout=PER_ROW), KEYS)
-    high = along_rows(plgpu.load(rows_ref.at[2], layout=PER_ROW), KEYS)
-    word = jnp.where(column < 32, low, high)
-    return ((word >> (column & 31)) & 1) != 0
-
-
-def first_carry(sink, heads, tokens: int, width: int):
-    """sink: ref [n] or None; heads: index of each head of the tile."""
-    acc = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), WGMMA)
-    full = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), PER_ROW)
-    if sink is None:
-        return acc, full(MASKED_SCORE), full(0.0)
-    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
-    top = full(0.0)
-    for i, head in enumerate(heads):
-        logit = sink[head].astype(jnp.float32) * LOG2_E
-        is_head = (row >= i * tokens) & (row < (i + 1) * tokens)
-        top = jnp.where(is_head, logit, top)
-    return acc, top, full(1.0)
-
-
-@functools.partial(
-    jax.jit, static_argnames=("value_scale", "norm_eps", "write", "interpret")
-)
+@functools.partial(jax.jit, static_argnames=("call", "write"))
 def attend_ring(
-    qkv, keys, values, *, rows, cos, sin, positions, first_slot, sink, value_scale, write, interpret,
-    q_norm=None, k_norm=None, norm_eps=0.0,
-):
-    """One launch."""
-    b, k, s, h = keys.shape
-    hv = values.shape[3]
-    t = qkv.shape[1]
-    n = (qkv.shape[2] - k * (h + hv)) // h
-    half = cos.shape[2]
-    shape = Shape(b, t, n, k, h, hv, half, s)
-    tokens, p = shape.tokens, shape.heads_per_tile
-    qk, pv = tiled(half, h), tiled(hv)
-    num_steps = pl.cdiv(s, KEYS)
-    slots = min(SLOTS, num_steps)
-    scale = h**-0.5 * LOG2_E
+    call: Call, inputs: Inputs, memory: Memory, positions: Int[Array, "b s2"], *, write: bool
+) -> Results:
+    """Attention over a ring and the block: one launch.
 
-    def body(
-        qkv, cos, sin, rows, first_slot, positions, sink, keys, values, out,
-        q, own_k, own_v, flat_k, flat_v, weights, cos_s, sin_s, rows_s, k_s, v_s, pos_s, arrived, ready,
-    ):  # fmt: skip
-        row, kv, tile = (lax.axis_index(name) for name in ("row", "kv", "tile"))
-        # Traced: a slice that starts at a plain number may not reach past the end of an array.
-        zero = row * 0
-        block = pl.ds(zero, tokens)
+    Args:
+      call: The call; its width is hv.
+      inputs: Of the call.
+      memory: Keys and values.
+      positions: See `block.readable_positions`.
+      write: Whether the block is written.
+    """
+    num_steps = positions.shape[1] // KEYS
+
+    def carry_from(inputs, memory, positions, shared, prepare):
+        (row,) = index("row")
 
         def fetch(step, slot):
+            staging.fetch_keys(memory, shared, step, slot)
             here = pl.ds(step * KEYS, KEYS)
-            plgpu.copy_gmem_to_smem(keys.at[row, kv, here], k_s.at[slot], ready.at[slot])
-            plgpu.copy_gmem_to_smem(values.at[row, kv, here], v_s.at[slot], ready.at[slot])
-            plgpu.copy_gmem_to_smem(positions.at[row, here], pos_s.at[slot], ready.at[slot])
+            target, arrived = shared.positions.at[slot], shared.arrived.at[slot]
+            plgpu.copy_gmem_to_smem(positions.at[row, here], target, arrived)
 
-        for step in range(slots):
-            fetch(zero + step, step)
+        def consume(step, slot, carry):
+            del step
+            position = plgpu.load(shared.positions.at[slot], layout=tile.PER_COLUMN)
+            lowest = tile.load_rows(shared.rows.at[LOWEST])
+            sees = tile.along_columns(position) >= tile.along_rows(lowest, KEYS)
+            return staging.attend_keys(shared, slot, carry, sees)
 
-        first_head = kv * (n // k) + tile * p
-        heads = [first_head + i for i in range(p)]
-        load = lambda source, target: plgpu.copy_gmem_to_smem(source, target, arrived)
-        for i, head in enumerate(heads):
-            load(qkv.at[row, block, pl.ds(head * h, h)], q.at[i * tokens : (i + 1) * tokens])
-        load(qkv.at[row, block, pl.ds((n + kv) * h, h)], own_k.at[:tokens])
-        load(qkv.at[row, block, pl.ds((n + k) * h + kv * hv, hv)], own_v.at[:tokens])
-        load(cos.at[row], cos_s)
-        load(sin.at[row], sin_s)
-        load(rows.at[row], rows_s)
-        plgpu.barrier_wait(arrived)
-        rotate_tile(q, cos_s, sin_s)
-        rotate_tile(own_k, cos_s, sin_s)
-        clean_values_tile(own_v, t, value_scale)
-        plgpu.commit_smem()
+        slots = shared.keys.shape[0]
+        return tile.stream(num_steps, slots, fetch, shared.arrived, prepare, consume)
 
-        @pl.when(tile == 0)
+    scratch = functools.partial(staging.key_scratch, num_steps=num_steps, has_positions=True)
+    return _finishing_kernel(call, inputs, memory, write, positions, scratch, carry_from)
+
+
+def _cut(start: Any, num_splits: int) -> tuple[Any, Any]:
+    """(tiles of memory per split, splits in use) of a row. Example: 1,000 tiles, 64 -> 16, 63."""
+    num_tiles = lax.div(start + (KEYS - 1), jnp.int32(KEYS))
+    per_split = lax.div(num_tiles + (num_splits - 1), jnp.int32(num_splits))
+    per_split = jnp.maximum(per_split, MIN_STEPS)
+    return per_split, lax.div(num_tiles + per_split - 1, per_split)
+
+
+def _attend_splits(call: Call, inputs: Inputs, memory: Memory, num_splits: int) -> tile.Carry:
+    """What each split of a linear memory contributes; splits that are not in use stay unwritten."""
+    num_steps = pl.cdiv(memory[0].shape[2], KEYS)
+
+    def body(inputs, memory, sums, tops, totals, **scratch):
+        shared = SimpleNamespace(**scratch)
+        row, kv, here, split = index("row", "kv", "tile", "split")
+        start = inputs.start[row]
+        per_split, num_used = _cut(start, num_splits)
+        first = split * per_split
+
+        def fetch(step, slot):
+            staging.fetch_keys(memory, shared, first + step, slot)
+
+        def prepare():
+            staging.prepare_queries(call, inputs, shared)
+            return tile.start_carry(call.width, None, call.tokens)
+
+        def consume(step, slot, carry):
+            position = (first + step) * KEYS + tile.iota(1)
+            lowest = tile.load_rows(shared.rows.at[LOWEST])
+            sees = (position >= tile.along_rows(lowest, KEYS)) & (position < start)
+            return staging.attend_keys(shared, slot, carry, sees)
+
+        @pl.when(split < num_used)
         def _():
-            here = pl.ds(first_slot[row], t)
-            flatten(own_k, flat_k, chunk(half, h))
-            flatten(own_v, flat_v, chunk(hv))
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(flat_k.at[:t], keys.at[row, kv, here])
-            plgpu.copy_smem_to_gmem(flat_v.at[:t], values.at[row, kv, here])
+            staging.fetch_queries(call, inputs, shared)
+            last = lax.div(start + (KEYS - 1), jnp.int32(KEYS))
+            steps, slots = jnp.minimum(per_split, last - first), shared.keys.shape[0]
+            carry = tile.stream(steps, slots, fetch, shared.arrived, prepare, consume)
+            for target, part in zip((sums, tops, totals), carry, strict=True):
+                plgpu.store(target.at[row, kv, here, split], part, optimized=False)
 
-        lowest = along_rows(plgpu.load(rows_s.at[0], layout=PER_ROW), KEYS)
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    parts = (call.b, call.k, call.num_tiles, num_splits, ROWS)
+    scratch = staging.query_scratch(call, inputs)
+    scratch |= staging.key_scratch(call, scratch, num_steps, has_positions=False)
+    out_type = [of((*parts, call.width)), of(parts), of(parts)]
+    return tile.Carry(*call.launch(body, out_type, scratch, ("split", num_splits))(inputs, memory))
 
-        def step_over(step, carry):
-            slot = lax.rem(step, jnp.int32(slots))
-            plgpu.barrier_wait(ready.at[slot])
-            position = along_columns(plgpu.load(pos_s.at[slot], layout=PER_COLUMN))
-            seen = position >= lowest
-            carry = attend_tile(q, k_s.at[slot], v_s.at[slot], weights, seen, carry, scale)
 
-            @pl.when(step + slots < num_steps)
-            def _():
-                fetch(step + slots, slot)
+@functools.partial(jax.jit, static_argnames=("call", "write"))
+def attend_linear(call: Call, inputs: Inputs, memory: Memory, *, write: bool) -> Results:
+    """Attention over a linear memory and the block: two launches.
 
-            return carry
+    Args:
+      call: The call; its width is hv.
+      inputs: Of the call.
+      memory: Keys and values; slot i holds position i.
+      write: Whether the block is written.
+    """
+    num_splits = NUM_BLOCKS // (call.b * call.k * call.num_tiles)
+    num_splits = max(1, min(num_splits, pl.cdiv(memory[0].shape[2], KEYS * MIN_STEPS)))
+    parts = _attend_splits(call, inputs, memory, num_splits)
+    call = call._replace(width=min(call.width, MERGE_COLUMNS))
 
-        carry = first_carry(sink, heads, tokens, hv)
-        carry = lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), step_over, carry)
-        acc, _, total = attend_tile(q, own_k, own_v, weights, block_seen(rows_s), carry, scale)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        own_v[...] = (acc / along_rows(total, hv)).astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        for i, head in enumerate(heads):
-            plgpu.copy_smem_to_gmem(
-                own_v.at[i * tokens : (i + 1) * tokens],
-                out.at[row, block, pl.ds(head * hv, hv)],
-            )
+    def carry_from(inputs, memory, parts, shared, prepare):
+        del memory
+        row, kv, here, part = index("row", "kv", "tile", "part")
+        columns = pl.ds(part * call.width, call.width)
+
+        def fetch(step, slot):
+            arrived = shared.arrived.at[slot]
+            of_split = row, kv, here, step
+            source = parts.weighted.at[*of_split, :, columns]
+            plgpu.copy_gmem_to_smem(source, shared.sums.at[slot], arrived)
+            plgpu.copy_gmem_to_smem(parts.top.at[*of_split], shared.tops.at[slot], arrived)
+            plgpu.copy_gmem_to_smem(parts.total.at[*of_split], shared.totals.at[slot], arrived)
+
+        def consume(step, slot, carry):
+            del step
+            rows = [tile.load_rows(x.at[slot]) for x in (shared.tops, shared.totals)]
+            return tile.merge(carry, tile.Carry(tile.load_tile(shared.sums.at[slot]), *rows))
+
+        _, num_used = _cut(inputs.start[row], num_splits)
+        return tile.stream(num_used, MERGE_SLOTS, fetch, shared.arrived, prepare, consume)
+
+    def scratch(*_):
+        return {
+            "sums": plgpu.SMEM((MERGE_SLOTS, ROWS, call.width), jnp.float32),
+            "tops": plgpu.SMEM((MERGE_SLOTS, ROWS), jnp.float32),
+            "totals": plgpu.SMEM((MERGE_SLOTS, ROWS), jnp.float32),
+            "arrived": plgpu.Barrier(num_arrivals=3, num_barriers=MERGE_SLOTS),
+        }
+
+    return _finishing_kernel(call, inputs, memory, write, parts, scratch, carry_from)
+
+
+@functools.partial(jax.jit, static_argnames=("call",))
+def write_context(
+    call: Call,
+    kv: Float[Array, "b t w"],
+    memory: Memory,
+    cos: Float[Array, "b 64 r"],
+    sin: Float[Array, "b 64 r"],
+    first_slot: Int[Array, "b"],
+    k_norm: Float[Array, "h"] | None,
+) -> Memory:
+    """Norm and rotation of keys that are nobody's queries' own, and the writing: one launch.
+
+    Args:
+      call: The call, with no query heads.
+      kv: The raw projection.
+      memory: Keys and values.
+      cos: See `block.BlockTables`.
+      sin: As cos.
+      first_slot: Of each row.
+      k_norm: Weight, or None.
+    """
+
+    def body(kv, cos, sin, first_slot, k_norm, memory, **scratch):
+        shared = SimpleNamespace(**scratch)
+        (row,) = index("row")
+        plgpu.copy_gmem_to_smem(cos.at[row], shared.cos, shared.tables_arrived)
+        plgpu.copy_gmem_to_smem(sin.at[row], shared.sin, shared.tables_arrived)
+        staging.fetch_block(call, kv, k_norm, shared)
+        plgpu.barrier_wait(shared.tables_arrived)
+        staging.prepare_block(call, k_norm, shared)
+        staging.store_block(call, shared, *memory, first_slot[row])
         plgpu.wait_smem_to_gmem(0)
 
-    bf16 = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16)
-    scratch = dict(
-        q=bf16((ROWS, h), transforms=qk),
-        own_k=bf16((KEYS, h), transforms=qk),
-        own_v=bf16((KEYS, hv), transforms=pv),
-        flat_k=bf16((tokens, h)),
-        flat_v=bf16((tokens, hv)),
-        weights=bf16((ROWS, KEYS), transforms=pv),
-        cos_s=plgpu.SMEM((ROWS, half), jnp.float32),
-        sin_s=plgpu.SMEM((ROWS, half), jnp.float32),
-        rows_s=plgpu.SMEM((3, ROWS), jnp.int32),
-        k_s=bf16((slots, KEYS, h), transforms=qk),
-        v_s=bf16((slots, KEYS, hv), transforms=pv),
-        pos_s=plgpu.SMEM((slots, KEYS), jnp.int32),
-        arrived=plgpu.Barrier(num_arrivals=p + 5),
-        ready=plgpu.Barrier(num_arrivals=3, num_barriers=slots),
-    )
-    keys_ref, values_ref = jax.new_ref(keys), jax.new_ref(values)
-    out = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((b, t, n * hv), jnp.bfloat16),
-        scratch_types=scratch,
-        grid=(b, k, shape.num_tiles),
-        grid_names=("row", "kv", "tile"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
-    )(qkv, cos, sin, rows, first_slot, positions, sink, keys_ref, values_ref)
-    return out, jax.freeze(keys_ref), jax.freeze(values_ref)
+    scratch = staging.block_scratch(call, k_norm) | staging.table_scratch(call)
+    scratch["tables_arrived"] = plgpu.Barrier(num_arrivals=2)
+    refs = tuple(jax.new_ref(x) for x in memory)
+    call.launch(body, [], scratch, ("part", 1))(kv, cos, sin, first_slot, k_norm, refs)
+    return tuple(jax.freeze(ref) for ref in refs)
