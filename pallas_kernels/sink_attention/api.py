@@ -95,9 +95,7 @@ def sink_attention(
             k_norm=k_norm, norm_eps=norm_eps, value_scale=value_scale, window=window,
             write=write, first_slot=first_slot,
         )  # fmt: skip
-    kernel, call = _kernel_call(
-        qkv, keys, values, n, cos, norm_eps, value_scale, implementation
-    )
+    kernel, call = _kernel_call(qkv, keys, values, n, cos, norm_eps, value_scale, implementation)
     tables = block.make_tables(start, depths, sees, cos, sin, window)
     inputs = kernel.Inputs(
         qkv.astype(jnp.bfloat16), tables, start, first_slot, sink, q_norm, k_norm
@@ -106,9 +104,7 @@ def sink_attention(
         out, keys, values = kernel.attend_linear(call, inputs, (keys, values), write=write)
     else:
         positions = block.readable_positions(slot_positions, start)
-        out, keys, values = kernel.attend_ring(
-            call, inputs, (keys, values), positions, write=write
-        )
+        out, keys, values = kernel.attend_ring(call, inputs, (keys, values), positions, write=write)
     return out.astype(qkv.dtype), keys, values
 
 
@@ -121,10 +117,10 @@ def _kernel_call(qkv, keys, values, n: int, cos, norm_eps, value_scale, implemen
     hv, half = values.shape[3], cos.shape[2]
     if keys.dtype != jnp.bfloat16 or values.dtype != jnp.bfloat16:
         raise ValueError(f"memory: {keys.dtype} and {values.dtype}, the kernel takes bfloat16")
-    if h % 16 or hv % 16 or half % 16:
-        raise ValueError(f"heads: widths {h} and {hv}, rotated {half} + {half}; 16 must divide all")
+    if h % 16 or hv % 16 or half % 8:
+        raise ValueError(f"heads: widths {h} and {hv}, rotated {2 * half}; 16 must divide all")
     is_simulated = implementation == "interpret"
-    return kernel, kernel.Call(b, t, n, k, h, hv, half, hv, norm_eps, value_scale, is_simulated)
+    return kernel, kernel.Call(b, t, n, k, h, hv, half, hv, 1, norm_eps, value_scale, is_simulated)
 
 
 def write_context(

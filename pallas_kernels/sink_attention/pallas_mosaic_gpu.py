@@ -28,7 +28,7 @@ from pallas_kernels.sink_attention.staging import Call, Inputs, index
 
 NUM_BLOCKS = 128  # blocks of threads that splits may occupy; an H200 has 132 multiprocessors
 MIN_STEPS = 4  # tiles of keys per split: fewer cost more to merge than to read
-MERGE_COLUMNS = 32  # of values, that one block of threads merges
+MERGE_COLUMNS = 16  # of values, that one block of threads merges
 MERGE_SLOTS = 4  # partial sums on their way
 
 type Memory = tuple[Float[Array, "b k s h"], Float[Array, "b k s hv"]]
@@ -64,7 +64,7 @@ def _finishing_kernel(call: Call, inputs: Inputs, memory, write: bool, extra, sc
     base = staging.query_scratch(call, inputs) | staging.block_scratch(call, inputs.k_norm)
 
     def body(inputs, memory, extra, out, *rest, **scratch):
-        shared = SimpleNamespace(**scratch)
+        shared = staging.views(scratch)
         (row,) = index("row")
         staging.fetch_queries(call, inputs, shared)
         staging.fetch_block(call, inputs.qkv, inputs.k_norm, shared)
@@ -80,7 +80,10 @@ def _finishing_kernel(call: Call, inputs: Inputs, memory, write: bool, extra, sc
 
     refs = tuple(jax.new_ref(x) for x in memory) if write else memory
     kernel = call.launch(
-        body, _outputs(call, write=write), base | scratch(call, base), ("part", call.hv // call.width)
+        body,
+        _outputs(call, write=write),
+        base | scratch(call, base),
+        ("part", call.hv // call.width),
     )
     out, *block = kernel(inputs, refs, extra)
     if not write:
@@ -119,8 +122,7 @@ def attend_ring(
             sees = tile.along_columns(position) >= tile.along_rows(lowest, KEYS)
             return staging.attend_keys(shared, slot, carry, sees)
 
-        slots = shared.keys.shape[0]
-        return tile.stream(num_steps, slots, fetch, shared.arrived, prepare, consume)
+        return tile.stream(num_steps, fetch, shared, prepare, consume)
 
     scratch = functools.partial(staging.key_scratch, num_steps=num_steps, has_positions=True)
     return _finishing_kernel(call, inputs, memory, write, positions, scratch, carry_from)
@@ -139,8 +141,9 @@ def _attend_splits(call: Call, inputs: Inputs, memory: Memory, num_splits: int) 
     num_steps = pl.cdiv(memory[0].shape[2], KEYS)
 
     def body(inputs, memory, sums, tops, totals, **scratch):
-        shared = SimpleNamespace(**scratch)
-        row, kv, here, split = index("row", "kv", "tile", "split")
+        shared = staging.views(scratch)
+        row, kv, split = index("row", "kv", "split")
+        here = staging.tile_index(call)
         start = inputs.start[row]
         per_split, num_used = _cut(start, num_splits)
         first = split * per_split
@@ -162,8 +165,8 @@ def _attend_splits(call: Call, inputs: Inputs, memory: Memory, num_splits: int) 
         def _():
             staging.fetch_queries(call, inputs, shared)
             last = lax.div(start + (KEYS - 1), jnp.int32(KEYS))
-            steps, slots = jnp.minimum(per_split, last - first), shared.keys.shape[0]
-            carry = tile.stream(steps, slots, fetch, shared.arrived, prepare, consume)
+            steps = jnp.minimum(per_split, last - first)
+            carry = tile.stream(steps, fetch, shared, prepare, consume)
             for target, part in zip((sums, tops, totals), carry, strict=True):
                 plgpu.store(target.at[row, kv, here, split], part, optimized=False)
 
@@ -185,14 +188,16 @@ def attend_linear(call: Call, inputs: Inputs, memory: Memory, *, write: bool) ->
       memory: Keys and values; slot i holds position i.
       write: Whether the block is written.
     """
-    num_splits = NUM_BLOCKS // (call.b * call.k * call.num_tiles)
+    pairs = call._replace(num_warpgroups=2 if call.num_tiles % 2 == 0 else 1)
+    num_splits = NUM_BLOCKS * pairs.num_warpgroups // (call.b * call.k * call.num_tiles)
     num_splits = max(1, min(num_splits, pl.cdiv(memory[0].shape[2], KEYS * MIN_STEPS)))
-    parts = _attend_splits(call, inputs, memory, num_splits)
+    parts = _attend_splits(pairs, inputs, memory, num_splits)
     call = call._replace(width=min(call.width, MERGE_COLUMNS))
 
     def carry_from(inputs, memory, parts, shared, prepare):
         del memory
-        row, kv, here, part = index("row", "kv", "tile", "part")
+        row, kv, part = index("row", "kv", "part")
+        here = staging.tile_index(call)
         columns = pl.ds(part * call.width, call.width)
 
         def fetch(step, slot):
@@ -209,15 +214,14 @@ def attend_linear(call: Call, inputs: Inputs, memory: Memory, *, write: bool) ->
             return tile.merge(carry, tile.Carry(tile.load_tile(shared.sums.at[slot]), *rows))
 
         _, num_used = _cut(inputs.start[row], num_splits)
-        return tile.stream(num_used, MERGE_SLOTS, fetch, shared.arrived, prepare, consume)
+        return tile.stream(num_used, fetch, shared, prepare, consume)
 
     def scratch(*_):
         return {
             "sums": plgpu.SMEM((MERGE_SLOTS, ROWS, call.width), jnp.float32),
             "tops": plgpu.SMEM((MERGE_SLOTS, ROWS), jnp.float32),
             "totals": plgpu.SMEM((MERGE_SLOTS, ROWS), jnp.float32),
-            "arrived": plgpu.Barrier(num_arrivals=3, num_barriers=MERGE_SLOTS),
-        }
+        } | staging.slot_barriers(call, MERGE_SLOTS, num_copies=3)
 
     return _finishing_kernel(call, inputs, memory, write, parts, scratch, carry_from)
 
@@ -244,19 +248,19 @@ def write_context(
       k_norm: Weight, or None.
     """
 
-    def body(kv, cos, sin, first_slot, k_norm, memory, **scratch):
+    def body(kv, tables, first_slot, norm, memory, **scratch):
         shared = SimpleNamespace(**scratch)
         (row,) = index("row")
-        plgpu.copy_gmem_to_smem(cos.at[row], shared.cos, shared.tables_arrived)
-        plgpu.copy_gmem_to_smem(sin.at[row], shared.sin, shared.tables_arrived)
-        staging.fetch_block(call, kv, k_norm, shared)
+        for source, target in zip(tables, (shared.cos, shared.sin), strict=True):
+            plgpu.copy_gmem_to_smem(source.at[row], target, shared.tables_arrived)
+        staging.fetch_block(call, kv, norm, shared)
         plgpu.barrier_wait(shared.tables_arrived)
-        staging.prepare_block(call, k_norm, shared)
+        staging.prepare_block(call, norm, shared)
         staging.store_block(call, shared, *memory, first_slot[row])
         plgpu.wait_smem_to_gmem(0)
 
     scratch = staging.block_scratch(call, k_norm) | staging.table_scratch(call)
     scratch["tables_arrived"] = plgpu.Barrier(num_arrivals=2)
     refs = tuple(jax.new_ref(x) for x in memory)
-    call.launch(body, [], scratch, ("part", 1))(kv, cos, sin, first_slot, k_norm, refs)
+    call.launch(body, [], scratch, ("part", 1))(kv, (cos, sin), first_slot, k_norm, refs)
     return tuple(jax.freeze(ref) for ref in refs)

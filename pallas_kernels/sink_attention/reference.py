@@ -31,9 +31,7 @@ def rotate(
     half = cos.shape[-1]
     first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin, rest], axis=-1
-    )
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
 def own_keys(

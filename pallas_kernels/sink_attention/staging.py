@@ -10,7 +10,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -48,6 +47,7 @@ class Call(NamedTuple):
       hv: Width of values.
       half: Half of the rotated dims.
       width: Columns of values that one block of threads works out.
+      num_warpgroups: Of a block of threads; each has a tile of queries, and they share keys.
       norm_eps: Of the norms.
       value_scale: Of the block's values.
       interpret: Simulate.
@@ -61,6 +61,7 @@ class Call(NamedTuple):
     hv: int
     half: int
     width: int
+    num_warpgroups: int
     norm_eps: float
     value_scale: float
     interpret: bool
@@ -82,7 +83,7 @@ class Call(NamedTuple):
 
     @property
     def key_columns(self) -> int:
-        return tile.columns_of(self.h, self.half)
+        return tile.columns_of(self.h, 2 * self.half)
 
     @property
     def value_columns(self) -> int:
@@ -94,8 +95,10 @@ class Call(NamedTuple):
             body,
             out_type=out_type,
             scratch_types=scratch,
-            grid=(self.b, self.k, self.num_tiles, last[1]),
-            grid_names=("row", "kv", "tile", last[0]),
+            grid=(self.b, self.k, self.num_tiles // self.num_warpgroups, last[1]),
+            grid_names=("row", "kv", "group", last[0]),
+            num_threads=self.num_warpgroups,
+            thread_name="warpgroup",
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=plgpu.InterpretGPUParams() if self.interpret else None,
         )
@@ -105,9 +108,20 @@ def index(*names: str) -> list[Any]:
     return [lax.axis_index(name) for name in names]
 
 
+def tile_index(call: Call) -> Any:
+    """Which tile of its KV head's queries this warpgroup has."""
+    group, warpgroup = index("group", "warpgroup")
+    return group * call.num_warpgroups + warpgroup
+
+
+def is_leader() -> Any:
+    """Whether this warpgroup fetches what the block of threads shares."""
+    return lax.axis_index("warpgroup") == 0
+
+
 def heads(call: Call) -> list[Any]:
-    """Query heads of this block of threads' tile."""
-    first = lax.axis_index("kv") * (call.n // call.k) + lax.axis_index("tile") * call.heads_per_tile
+    """Query heads of this warpgroup's tile."""
+    first = lax.axis_index("kv") * (call.n // call.k) + tile_index(call) * call.heads_per_tile
     return [first + i for i in range(call.heads_per_tile)]
 
 
@@ -121,13 +135,12 @@ def table_scratch(call: Call) -> dict[str, Any]:
 
 
 def query_scratch(call: Call, inputs: Inputs) -> dict[str, Any]:
+    num_copies = call.num_warpgroups * call.heads_per_tile + 3 + (inputs.q_norm is not None)
     scratch = table_scratch(call) | {
-        "queries": tile.operand((ROWS, call.h), call.key_columns),
-        "weights": tile.operand((ROWS, KEYS), call.value_columns),
+        "queries": tile.operand((call.num_warpgroups, ROWS, call.h), call.key_columns),
+        "weights": tile.operand((call.num_warpgroups, ROWS, KEYS), call.value_columns),
         "rows": plgpu.SMEM((3, ROWS), jnp.int32),
-        "queries_arrived": plgpu.Barrier(
-            num_arrivals=call.heads_per_tile + 3 + (inputs.q_norm is not None)
-        ),
+        "queries_arrived": plgpu.Barrier(num_arrivals=num_copies),
     }
     if inputs.q_norm is not None:
         scratch["q_norm"] = plgpu.SMEM((call.h,), inputs.q_norm.dtype)
@@ -145,11 +158,14 @@ def fetch_queries(call: Call, inputs: Inputs, shared: SimpleNamespace) -> None:
     for i, head in enumerate(heads(call)):
         columns = pl.ds(head * call.h, call.h)
         fetch(inputs.qkv.at[row, tokens, columns], shared.queries.at[rows_of(call, i)])
-    fetch(inputs.tables.rows.at[row], shared.rows)
-    fetch(inputs.tables.cos.at[row], shared.cos)
-    fetch(inputs.tables.sin.at[row], shared.sin)
-    if inputs.q_norm is not None:
-        fetch(inputs.q_norm, shared.q_norm)
+
+    @pl.when(is_leader())
+    def _():
+        fetch(inputs.tables.rows.at[row], shared.rows)
+        fetch(inputs.tables.cos.at[row], shared.cos)
+        fetch(inputs.tables.sin.at[row], shared.sin)
+        if inputs.q_norm is not None:
+            fetch(inputs.q_norm, shared.q_norm)
 
 
 def prepare_queries(call: Call, inputs: Inputs, shared: SimpleNamespace) -> None:
@@ -207,7 +223,8 @@ def store_block(call: Call, shared: SimpleNamespace, keys: Any, values: Any, fir
       values: [b, k, s, hv].
       first: Slot of the first token.
     """
-    row, kv, which, part = index("row", "kv", "tile", "part")
+    row, kv, part = index("row", "kv", "part")
+    which = tile_index(call)
     here = pl.ds(first, call.t)
 
     @pl.when((which == 0) & (part == 0))
@@ -249,6 +266,23 @@ def finish(call: Call, shared: SimpleNamespace, carry: tile.Carry, out: Any) -> 
     plgpu.wait_smem_to_gmem(0)
 
 
+def slot_barriers(call: Call, num_slots: int, num_copies: int) -> dict[str, Any]:
+    """What `tile.stream` waits for: the copies of a slot, and the warpgroups that have used it."""
+    return {
+        "arrived": plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_slots),
+        "used": plgpu.Barrier(num_arrivals=call.num_warpgroups, num_barriers=num_slots),
+    }
+
+
+def views(scratch: dict[str, Any]) -> SimpleNamespace:
+    """Scratch by name, with this warpgroup's own queries and weights."""
+    shared = SimpleNamespace(**scratch)
+    warpgroup = lax.axis_index("warpgroup")
+    shared.queries = shared.queries.at[warpgroup]
+    shared.weights = shared.weights.at[warpgroup]
+    return shared
+
+
 def key_scratch(
     call: Call, beside: dict[str, Any], num_steps: int, *, has_positions: bool
 ) -> dict[str, Any]:
@@ -269,8 +303,8 @@ def key_scratch(
     places = {
         "keys": tile.operand((slots, KEYS, call.h), call.key_columns),
         "values": tile.operand((slots, KEYS, call.width), call.value_columns),
-        "arrived": plgpu.Barrier(num_arrivals=2 + has_positions, num_barriers=slots),
     }
+    places |= slot_barriers(call, slots, num_copies=2 + has_positions)
     if has_positions:
         places["positions"] = plgpu.SMEM((slots, KEYS), jnp.int32)
     return places

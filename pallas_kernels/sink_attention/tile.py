@@ -92,11 +92,12 @@ def norm(ref: Any, weight_ref: Any, eps: float) -> None:
 def rotate(ref: Any, cos_ref: Any, sin_ref: Any) -> None:
     """Rotates column i < r of every row against column i + r."""
     half = cos_ref.shape[1]
-    first_ref, second_ref = ref.at[:, :half], ref.at[:, half : 2 * half]
-    first, second = load_tile(first_ref), load_tile(second_ref)
+    rotated = ref.at[:, : 2 * half]
+    x = load_tile(rotated)
+    first, second = x[:, :half], x[:, half:]
     cos, sin = load_tile(cos_ref), load_tile(sin_ref)
-    first_ref[...] = (first * cos - second * sin).astype(jnp.bfloat16)
-    second_ref[...] = (second * cos + first * sin).astype(jnp.bfloat16)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    rotated[...] = jnp.concatenate(parts, axis=1).astype(jnp.bfloat16)
 
 
 def clean_values(ref: Any, num_rows: int, value_scale: float) -> None:
@@ -126,9 +127,7 @@ def sees_block(rows_ref: Any) -> jax.Array:
     return ((word >> (iota(1) & 31)) & 1) != 0
 
 
-def start_carry(
-    width: int, logits: Sequence[jax.Array] | None, rows_per_head: int
-) -> Carry:
+def start_carry(width: int, logits: Sequence[jax.Array] | None, rows_per_head: int) -> Carry:
     """Before any key: nothing, or the sinks.
 
     Args:
@@ -197,9 +196,8 @@ def attend(
 
 def stream[T](
     num_steps: int | jax.Array,
-    num_slots: int,
     fetch: Callable[[Any, Any], None],
-    arrived: Any,
+    shared: Any,
     prepare: Callable[[], T],
     consume: Callable[[Any, Any, T], T],
 ) -> T:
@@ -207,21 +205,30 @@ def stream[T](
 
     Args:
       num_steps: Tiles; may be known to the device only, and 0.
-      num_slots: Tiles that have a place in shared memory.
-      fetch: (step, slot): starts the copies of a tile.
-      arrived: One barrier per slot.
+      fetch: (step, slot): starts the copies of a tile; called by one warpgroup.
+      shared: Has barriers per slot: `arrived`, and `used`, at which every warpgroup arrives.
       prepare: Gives the first carry, while the first tiles are on their way.
       consume: (step, slot, carry) -> carry.
     """
+    num_slots = shared.arrived.shape[0]
     num_steps = jnp.asarray(num_steps, jnp.int32)
+    warpgroup = lax.axis_index("warpgroup")
     for slot in range(num_slots):
-        pl.when(slot < num_steps)(lambda slot=slot: fetch(lax.axis_index("row") * 0 + slot, slot))
+        pl.when((warpgroup == 0) & (slot < num_steps))(
+            lambda slot=slot: fetch(warpgroup * 0 + slot, slot)
+        )
 
     def step_over(step, carry):
         slot = lax.rem(step, jnp.int32(num_slots))
-        plgpu.barrier_wait(arrived.at[slot])
+        plgpu.barrier_wait(shared.arrived.at[slot])
         carry = consume(step, slot, carry)
-        pl.when(step + num_slots < num_steps)(lambda: fetch(step + num_slots, slot))
+        plgpu.barrier_arrive(shared.used.at[slot])
+
+        @pl.when((warpgroup == 0) & (step + num_slots < num_steps))
+        def _():
+            plgpu.barrier_wait(shared.used.at[slot])
+            fetch(step + num_slots, slot)
+
         return carry
 
     return lax.fori_loop(jnp.int32(0), num_steps, step_over, prepare())
