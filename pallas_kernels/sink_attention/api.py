@@ -5,8 +5,8 @@ masks of memory and block, sinks, softmax and the writing of the block into memo
 inside, so that the attention half of a layer is: norm, projection, this, projection.
 """
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 from pallas_kernels.sink_attention import block, reference
 
@@ -22,26 +22,26 @@ def _check(t: int, implementation: str) -> None:
 
 
 def sink_attention(
-    qkv: Float[Array, "b t w"],
-    keys: Float[Array, "b k s h"],
-    values: Float[Array, "b k s hv"],
+    qkv: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
     *,
-    start: Int[Array, "b"],
-    depths: Int[Array, "b t"],
-    sees: Int[Array, "b t words"],
-    slot_positions: Int[Array, "b s"] | None,
-    cos: Float[Array, "b t r"],
-    sin: Float[Array, "b t r"],
-    sink: Float[Array, "n"] | None = None,
-    q_norm: Float[Array, "h"] | None = None,
-    k_norm: Float[Array, "h"] | None = None,
+    start: jax.Array,
+    depths: jax.Array,
+    sees: jax.Array,
+    slot_positions: jax.Array | None,
+    cos: jax.Array,
+    sin: jax.Array,
+    sink: jax.Array | None = None,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
     norm_eps: float = 0.0,
     value_scale: float = 1.0,
     window: int | None = None,
     write: bool,
-    first_slot: Int[Array, "b"],
+    first_slot: jax.Array,
     implementation: str,
-) -> tuple[Float[Array, "b t nv"], Float[Array, "b k s2 h"], Float[Array, "b k s2 hv"]]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention of a block over its memory and itself.
 
     Args:
@@ -124,18 +124,18 @@ def _kernel_call(qkv, keys, values, n: int, cos, norm_eps, value_scale, implemen
 
 
 def write_context(
-    kv: Float[Array, "b t w"],
-    keys: Float[Array, "b k s h"],
-    values: Float[Array, "b k s hv"],
+    kv: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
     *,
-    first_slot: Int[Array, "b"],
-    cos: Float[Array, "b t r"],
-    sin: Float[Array, "b t r"],
-    k_norm: Float[Array, "h"] | None = None,
+    first_slot: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k_norm: jax.Array | None = None,
     norm_eps: float = 0.0,
     value_scale: float = 1.0,
     implementation: str,
-) -> tuple[Float[Array, "b k s h"], Float[Array, "b k s hv"]]:
+) -> tuple[jax.Array, jax.Array]:
     """Writes keys and values that belong to no queries: a drafter's context.
 
     Args:

@@ -7,8 +7,8 @@ XLA, once per step: all layers of a kind ask for the same tables and the compile
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 ROWS = 64
 KEYS = 64  # slots of memory read at once
@@ -27,9 +27,9 @@ class BlockTables(NamedTuple):
       sin: float32 [b, 64, r].
     """
 
-    rows: Int[Array, "b 3 64"]
-    cos: Float[Array, "b 64 r"]
-    sin: Float[Array, "b 64 r"]
+    rows: jax.Array
+    cos: jax.Array
+    sin: jax.Array
 
 
 def padded_tokens(t: int) -> int:
@@ -37,14 +37,14 @@ def padded_tokens(t: int) -> int:
     return -(-t // 8) * 8
 
 
-def spread(x: Array) -> Array:
+def spread(x: jax.Array) -> jax.Array:
     """[b, t, ...] -> [b, 64, ...]: row r holds token r modulo the padded tokens, or zero."""
     t = padded_tokens(x.shape[1])
     x = jnp.pad(x, ((0, 0), (0, t - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
     return jnp.concatenate([x] * -(-ROWS // t), axis=1)[:, :ROWS]
 
 
-def _within_window(sees: Int[Array, "b t w"], depths: Int[Array, "b t"], window: int):
+def _within_window(sees: jax.Array, depths: jax.Array, window: int):
     """The bits of `sees` without those of tokens `window` and more before a token."""
     t = depths.shape[1]
     near = depths[:, :, None] - depths[:, None, :] < window
@@ -56,11 +56,11 @@ def _within_window(sees: Int[Array, "b t w"], depths: Int[Array, "b t"], window:
 
 
 def make_tables(
-    start: Int[Array, "b"],
-    depths: Int[Array, "b t"],
-    sees: Int[Array, "b t w"],
-    cos: Float[Array, "b t r"],
-    sin: Float[Array, "b t r"],
+    start: jax.Array,
+    depths: jax.Array,
+    sees: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
     window: int | None,
 ) -> BlockTables:
     """Tables of a block; arguments as in `api.sink_attention`."""
@@ -73,9 +73,7 @@ def make_tables(
     return BlockTables(rows, spread(cos), spread(sin))
 
 
-def readable_positions(
-    slot_positions: Int[Array, "b s"], start: Int[Array, "b"]
-) -> Int[Array, "b s2"]:
+def readable_positions(slot_positions: jax.Array, start: jax.Array) -> jax.Array:
     """Positions of a ring's slots below `start`, -1 elsewhere; padded to whole tiles of keys.
 
     Example: 100 slots -> 128.

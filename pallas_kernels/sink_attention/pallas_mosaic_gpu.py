@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
 
 from pallas_kernels.sink_attention import staging, tile
 from pallas_kernels.sink_attention.block import KEYS, LOWEST, ROWS
@@ -31,8 +30,8 @@ MIN_STEPS = 4  # tiles of keys per split: fewer cost more to merge than to read
 MERGE_COLUMNS = 16  # of values, that one block of threads merges
 MERGE_SLOTS = 4  # partial sums on their way
 
-type Memory = tuple[Float[Array, "b k s h"], Float[Array, "b k s hv"]]
-type Results = tuple[Float[Array, "b t nv"], Float[Array, "b k s2 h"], Float[Array, "b k s2 hv"]]
+type Memory = tuple[jax.Array, jax.Array]
+type Results = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def _outputs(call: Call, *, write: bool) -> list[jax.ShapeDtypeStruct]:
@@ -63,7 +62,7 @@ def _finishing_kernel(call: Call, inputs: Inputs, memory, write: bool, extra, sc
     """
     base = staging.query_scratch(call, inputs) | staging.block_scratch(call, inputs.k_norm)
 
-    def body(inputs, memory, extra, out, *rest, **scratch):
+    def body(inputs, memory, extra, out, *new_block, **scratch):
         shared = staging.views(scratch)
         (row,) = index("row")
         staging.fetch_queries(call, inputs, shared)
@@ -72,28 +71,30 @@ def _finishing_kernel(call: Call, inputs: Inputs, memory, write: bool, extra, sc
         def prepare() -> tile.Carry:
             staging.prepare_queries(call, inputs, shared)
             staging.prepare_block(call, inputs.k_norm, shared)
-            targets, first = (memory, inputs.first_slot[row]) if write else (rest, row * 0)
-            staging.store_block(call, shared, *targets, first)
+            keys, values = memory if write else new_block
+            first = inputs.first_slot[row] if write else row * 0
+            staging.store_block(call, shared, keys, values, first)
             return staging.first_carry(call, inputs.sink)
 
         staging.finish(call, shared, carry_from(inputs, memory, extra, shared, prepare), out)
 
-    refs = tuple(jax.new_ref(x) for x in memory) if write else memory
     kernel = call.launch(
         body,
         _outputs(call, write=write),
         base | scratch(call, base),
         ("part", call.hv // call.width),
     )
-    out, *block = kernel(inputs, refs, extra)
     if not write:
-        return out, *block
-    return out, *(jax.freeze(ref) for ref in refs)
+        out, keys, values = kernel(inputs, memory, extra)
+        return out, keys, values
+    keys_ref, values_ref = (jax.new_ref(x) for x in memory)
+    (out,) = kernel(inputs, (keys_ref, values_ref), extra)
+    return out, jax.freeze(keys_ref), jax.freeze(values_ref)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "write"))
 def attend_ring(
-    call: Call, inputs: Inputs, memory: Memory, positions: Int[Array, "b s2"], *, write: bool
+    call: Call, inputs: Inputs, memory: Memory, positions: jax.Array, *, write: bool
 ) -> Results:
     """Attention over a ring and the block: one launch.
 
@@ -229,12 +230,12 @@ def attend_linear(call: Call, inputs: Inputs, memory: Memory, *, write: bool) ->
 @functools.partial(jax.jit, static_argnames=("call",))
 def write_context(
     call: Call,
-    kv: Float[Array, "b t w"],
+    kv: jax.Array,
     memory: Memory,
-    cos: Float[Array, "b 64 r"],
-    sin: Float[Array, "b 64 r"],
-    first_slot: Int[Array, "b"],
-    k_norm: Float[Array, "h"] | None,
+    cos: jax.Array,
+    sin: jax.Array,
+    first_slot: jax.Array,
+    k_norm: jax.Array | None,
 ) -> Memory:
     """Norm and rotation of keys that are nobody's queries' own, and the writing: one launch.
 
@@ -256,11 +257,14 @@ def write_context(
         staging.fetch_block(call, kv, norm, shared)
         plgpu.barrier_wait(shared.tables_arrived)
         staging.prepare_block(call, norm, shared)
-        staging.store_block(call, shared, *memory, first_slot[row])
+        keys, values = memory
+        staging.store_block(call, shared, keys, values, first_slot[row])
         plgpu.wait_smem_to_gmem(0)
 
     scratch = staging.block_scratch(call, k_norm) | staging.table_scratch(call)
     scratch["tables_arrived"] = plgpu.Barrier(num_arrivals=2)
-    refs = tuple(jax.new_ref(x) for x in memory)
-    call.launch(body, [], scratch, ("part", 1))(kv, (cos, sin), first_slot, k_norm, refs)
-    return tuple(jax.freeze(ref) for ref in refs)
+    keys_ref, values_ref = (jax.new_ref(x) for x in memory)
+    call.launch(body, [], scratch, ("part", 1))(
+        kv, (cos, sin), first_slot, k_norm, (keys_ref, values_ref)
+    )
+    return jax.freeze(keys_ref), jax.freeze(values_ref)

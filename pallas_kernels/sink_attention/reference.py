@@ -5,13 +5,12 @@ Also the XLA implementation. It reads the whole memory, whatever the length of t
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 # Finite, so that a query that sees nothing gives an average and not NaN.
 MASKED_SCORE = -1e30
 
 
-def rms_norm(x: Float[Array, "*b h"], weight: Float[Array, "h"], eps: float):
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float):
     """Float32 [.., h] over its root mean square, times a plain weight.
 
     Example: x=[3, 4], weight=[1, 1], eps=0 -> [0.8485, 1.1314].
@@ -21,9 +20,7 @@ def rms_norm(x: Float[Array, "*b h"], weight: Float[Array, "h"], eps: float):
     return x * jax.lax.rsqrt(mean_square + eps) * weight.astype(jnp.float32).reshape(shape)
 
 
-def rotate(
-    x: Float[Array, "b t n h"], cos: Float[Array, "b t r"], sin: Float[Array, "b t r"]
-) -> Float[Array, "b t n h"]:
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates dim i < r of each head against dim i + r; the rest passes through.
 
     Example: a head [1, 0, 5] with r=1, cos=0, sin=1 -> [0, 1, 5].
@@ -34,9 +31,7 @@ def rotate(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
-def own_keys(
-    x: Float[Array, "b t kh"], k: int, cos, sin, k_norm, norm_eps: float, dtype
-) -> Float[Array, "b k t h"]:
+def own_keys(x: jax.Array, k: int, cos, sin, k_norm, norm_eps: float, dtype) -> jax.Array:
     """The block's keys as memory holds them: normed, rotated, head-major."""
     b, t, width = x.shape
     keys = x.astype(jnp.float32).reshape(b, t, k, width // k)
@@ -45,16 +40,14 @@ def own_keys(
     return rotate(keys, cos, sin).transpose(0, 2, 1, 3).astype(dtype)
 
 
-def own_values(
-    x: Float[Array, "b t kv"], k: int, value_scale: float, dtype
-) -> Float[Array, "b k t hv"]:
+def own_values(x: jax.Array, k: int, value_scale: float, dtype) -> jax.Array:
     """The block's values as memory holds them: scaled, without NaN and infinities, head-major."""
     b, t, width = x.shape
     values = (x.astype(jnp.float32) * value_scale).reshape(b, t, k, width // k)
     return jnp.nan_to_num(values.transpose(0, 2, 1, 3).astype(dtype))
 
 
-def write_rows(memory: Float[Array, "b k s w"], new: Float[Array, "b k t w"], first_slot):
+def write_rows(memory: jax.Array, new: jax.Array, first_slot):
     """The memory with each row's block at slots first_slot .. first_slot + t - 1."""
 
     def write(row, new_row, slot):
@@ -63,7 +56,7 @@ def write_rows(memory: Float[Array, "b k s w"], new: Float[Array, "b k t w"], fi
     return jax.vmap(write)(memory, new, first_slot)
 
 
-def unpack_bits(words: Int[Array, "b t w"], t: int):
+def unpack_bits(words: jax.Array, t: int):
     """Bool [b, t, t] of int32 words: bit j of token i, low bits first.
 
     Example: the word 5 -> True, False, True.

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
 
 from pallas_kernels.sink_attention import tile
 from pallas_kernels.sink_attention.block import KEYS, ROWS, BlockTables, padded_tokens
@@ -26,13 +26,13 @@ SHARED_BYTES = 222 * 1024  # of 227 KB that a block of threads may have
 class Inputs(NamedTuple):
     """What every kernel of a call reads; see `api.sink_attention`."""
 
-    qkv: Float[Array, "b t w"]
+    qkv: jax.Array
     tables: BlockTables
-    start: Int[Array, "b"]
-    first_slot: Int[Array, "b"]
-    sink: Float[Array, "n"] | None
-    q_norm: Float[Array, "h"] | None
-    k_norm: Float[Array, "h"] | None
+    start: jax.Array
+    first_slot: jax.Array
+    sink: jax.Array | None
+    q_norm: jax.Array | None
+    k_norm: jax.Array | None
 
 
 class Call(NamedTuple):

@@ -53,8 +53,9 @@ def columns_of(*widths: int) -> int:
 
 def operand(shape: tuple[int, ...], columns: int):
     """Shared memory for bfloat16 operands of wgmma, swizzled by tiles of 8 x columns."""
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+    tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(2 * columns)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=(tiling, swizzle))
 
 
 def iota(axis: int) -> jax.Array:
@@ -182,15 +183,16 @@ def attend(
         plgpu.wgmma(ref, weights, values)
         return ref[...]
 
-    scores = pl.run_scoped(score, plgpu.ACC((ROWS, KEYS), jnp.float32))
+    scores = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef((ROWS, KEYS)))
     scores = jnp.where(sees, scores * scale, MASKED_SCORE)
     new_top = jnp.maximum(top, scores.max(axis=1))
     kept = jnp.exp2(top - new_top)
     part = jnp.exp2(scores - along_rows(new_top, KEYS))
     weights[...] = part.astype(jnp.bfloat16)
     plgpu.commit_smem()
-    weighted = carry.weighted * along_rows(kept, carry.weighted.shape[1])
-    weighted = weighted + pl.run_scoped(weigh, plgpu.ACC(weighted.shape, jnp.float32))
+    width = carry.weighted.shape[1]
+    weighted = carry.weighted * along_rows(kept, width)
+    weighted = weighted + pl.run_scoped(weigh, plgpu.WGMMAAccumulatorRef((ROWS, width)))
     return Carry(weighted, new_top, total * kept + part.sum(axis=1))
 
 
