@@ -52,7 +52,7 @@ def sink_attention(
       start: Slots count only where 0 <= position < start.
       depths: Token i stands at start + depths[i]. A chain: 0 .. t-1.
       sees: int32 words, low bits first: bit j of token i says that it sees token j of the block.
-        A chain: j <= i.
+        A chain: j <= i. See `block.pack_bits`.
       slot_positions: Position of every slot of a ring, -1 = nothing; None = slot i holds
         position i.
       cos: Rotation of the first 2r dims of queries and keys, dim i against dim i + r.

@@ -44,15 +44,23 @@ def spread(x: jax.Array) -> jax.Array:
     return jnp.concatenate([x] * -(-ROWS // t), axis=1)[:, :ROWS]
 
 
-def _within_window(sees: jax.Array, depths: jax.Array, window: int):
-    """The bits of `sees` without those of tokens `window` and more before a token."""
-    t = depths.shape[1]
-    near = depths[:, :, None] - depths[:, None, :] < window
-    near = jnp.pad(near, ((0, 0), (0, 0), (0, 32 * sees.shape[2] - t)))
-    near = near.reshape(*sees.shape, 32).astype(jnp.int32)
-    # int32 wraps, so that bit 31 is the sign.
-    words = (near << jnp.arange(32, dtype=jnp.int32)[None, None, None]).sum(axis=-1)
-    return sees & words.astype(jnp.int32)
+def pack_bits(sees: jax.Array) -> jax.Array:
+    """Bool [b, t, t] -> int32 [b, t, ceil(t/32)], bit j of row i for [i, j], low bits first.
+
+    Example: a row True, False, True -> the word 5.
+    """
+    b, t, _ = sees.shape
+    padded = jnp.pad(sees, ((0, 0), (0, 0), (0, -t % 32))).reshape(b, t, -1, 32)
+    weights = jnp.left_shift(jnp.int32(1), jnp.arange(32, dtype=jnp.int32))
+    # Bit 31 is the sign; sums of different bits do not overflow.
+    return jnp.where(padded, weights[None, None, None], 0).sum(axis=-1, dtype=jnp.int32)
+
+
+def unpack_bits(words: jax.Array) -> jax.Array:
+    """The inverse of `pack_bits`: bool [b, t, t]."""
+    b, t, _ = words.shape
+    bits = jnp.arange(32, dtype=jnp.int32)[None, None, None]
+    return ((words[..., None] >> bits) & 1).reshape(b, t, -1)[:, :, :t] != 0
 
 
 def make_tables(
@@ -67,7 +75,7 @@ def make_tables(
     lowest = jnp.zeros_like(depths)
     if window is not None:
         lowest = jnp.maximum(start[:, None] + depths - window + 1, 0)
-        sees = _within_window(sees, depths, window)
+        sees &= pack_bits(depths[:, :, None] - depths[:, None, :] < window)
     words = jnp.pad(sees, ((0, 0), (0, 0), (0, 2 - sees.shape[2])))
     rows = jnp.stack([spread(x) for x in (lowest, words[..., 0], words[..., 1])], axis=1)
     return BlockTables(rows, spread(cos), spread(sin))

@@ -169,7 +169,7 @@ def _attend_splits(call: Call, inputs: Inputs, memory: Memory, num_splits: int) 
             steps = jnp.minimum(per_split, last - first)
             carry = tile.stream(steps, fetch, shared, prepare, consume)
             for target, part in zip((sums, tops, totals), carry, strict=True):
-                plgpu.store(target.at[row, kv, here, split], part, optimized=False)
+                tile.store_anyhow(target.at[row, kv, here, split], part)
 
     of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     parts = (call.b, call.k, call.num_tiles, num_splits, ROWS)

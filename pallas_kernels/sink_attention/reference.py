@@ -6,6 +6,8 @@ Also the XLA implementation. It reads the whole memory, whatever the length of t
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.sink_attention import block
+
 # Finite, so that a query that sees nothing gives an average and not NaN.
 MASKED_SCORE = -1e30
 
@@ -56,15 +58,6 @@ def write_rows(memory: jax.Array, new: jax.Array, first_slot):
     return jax.vmap(write)(memory, new, first_slot)
 
 
-def unpack_bits(words: jax.Array, t: int):
-    """Bool [b, t, t] of int32 words: bit j of token i, low bits first.
-
-    Example: the word 5 -> True, False, True.
-    """
-    bits = jnp.right_shift(words[..., None], jnp.arange(32, dtype=jnp.int32)) & 1
-    return bits.reshape(*words.shape[:-1], -1)[..., :t] != 0
-
-
 def sink_attention(
     qkv,
     keys,
@@ -103,7 +96,7 @@ def sink_attention(
     positions = slot_positions[:, None, :]
     in_memory = (positions >= 0) & (positions < start[:, None, None])
     in_memory = jnp.broadcast_to(in_memory, (b, t, s))
-    in_block = unpack_bits(sees, t)
+    in_block = block.unpack_bits(sees)
     if window is not None:
         query_pos = (start[:, None] + depths)[:, :, None]
         in_memory &= query_pos - positions < window

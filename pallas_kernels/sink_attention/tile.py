@@ -110,6 +110,14 @@ def clean_values(ref: Any, num_rows: int, value_scale: float) -> None:
     ref[...] = jnp.where(row < num_rows, x, 0.0).astype(jnp.bfloat16)
 
 
+def store_anyhow(ref: Any, x: jax.Array) -> None:
+    """Stores where no fast way exists, which jax 0.12 wants to be told and 0.11 never asks."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
 def flatten(ref: Any, flat_ref: Any, columns: int) -> None:
     """Copies the first rows of a swizzled tile into a row-major one.
 
@@ -118,7 +126,7 @@ def flatten(ref: Any, flat_ref: Any, columns: int) -> None:
     tiling = plgpu.Tiling(((8, columns), (2, columns // 16)))
     layout = plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
     x = plgpu.load(ref.at[: flat_ref.shape[0]], layout=layout, optimized=False)
-    plgpu.store(flat_ref, x, optimized=False)
+    store_anyhow(flat_ref, x)
 
 
 def sees_block(rows_ref: Any) -> jax.Array:
