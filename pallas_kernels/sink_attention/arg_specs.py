@@ -46,5 +46,6 @@ ARG_SPECS = {
     "pro global": PRO_GLOBAL,
     "pro sliding tree": PRO_SLIDING._replace(tokens=64, write=False),
     "pro global tree": PRO_GLOBAL._replace(tokens=64, write=False),
-    "pro drafter": ArgSpec(8, 1, 128, 128, 128, 8, 1040, 1024, has_norms=True),
+    "pro drafter": ArgSpec(16, 1, 128, 128, 64, 8, 1040, 1024, has_sink=True, write=False),
+    "qwen3 drafter": ArgSpec(32, 8, 128, 128, 128, 16, 40_976, None, has_norms=True, write=False),
 }

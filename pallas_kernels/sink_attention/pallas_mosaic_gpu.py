@@ -129,7 +129,7 @@ def attend_ring(
     return _finishing_kernel(call, inputs, memory, write, positions, scratch, carry_from)
 
 
-def _cut(start: Any, num_splits: int) -> tuple[Any, Any]:
+def cut(start: Any, num_splits: int) -> tuple[Any, Any]:
     """(tiles of memory per split, splits in use) of a row. Example: 1,000 tiles, 64 -> 16, 63."""
     num_tiles = lax.div(start + (KEYS - 1), jnp.int32(KEYS))
     per_split = lax.div(num_tiles + (num_splits - 1), jnp.int32(num_splits))
@@ -146,7 +146,7 @@ def _attend_splits(call: Call, inputs: Inputs, memory: Memory, num_splits: int) 
         row, kv, split = index("row", "kv", "split")
         here = staging.tile_index(call)
         start = inputs.start[row]
-        per_split, num_used = _cut(start, num_splits)
+        per_split, num_used = cut(start, num_splits)
         first = split * per_split
 
         def fetch(step, slot):
@@ -214,7 +214,7 @@ def attend_linear(call: Call, inputs: Inputs, memory: Memory, *, write: bool) ->
             rows = [tile.load_rows(x.at[slot]) for x in (shared.tops, shared.totals)]
             return tile.merge(carry, tile.Carry(tile.load_tile(shared.sums.at[slot]), *rows))
 
-        _, num_used = _cut(inputs.start[row], num_splits)
+        _, num_used = cut(inputs.start[row], num_splits)
         return tile.stream(num_used, fetch, shared, prepare, consume)
 
     def scratch(*_):
