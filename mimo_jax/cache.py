@@ -90,6 +90,13 @@ class KVCache:
         index = jnp.arange(s, dtype=jnp.int32)[None, :]
         return jnp.broadcast_to(index, (self.batch_size, s))
 
+    def first_slot(self, layer_idx: int, start: Int[Array, "b"]) -> Int[Array, "b"]:
+        """Slot of position `start`; a block that begins there is written as one stretch."""
+        if self.windows[layer_idx] is None:
+            return start
+        assert self.ring_positions is not None, "ring layers have a position table"
+        return start % (self.ring_positions.shape[1] - self.slack)
+
 
 def ring_len(window: int, slack: int) -> int:
     """Slots addressed by position modulo length: window + slack, rounded up to 8.
@@ -205,9 +212,7 @@ def write_block(
         assert cache.form is not None
         g = cache.form.group_len
         return sealed.write_block(layer, keys, values, cache.num_sealed, start, g)
-    slots = start
-    if cache.windows[layer_idx] is not None:
-        slots = start % (layer.keys.shape[2] - cache.slack)
+    slots = cache.first_slot(layer_idx, start)
     written = LayerCache(
         write_rows(layer.keys, keys, slots), write_rows(layer.values, values, slots)
     )

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from mimo_jax import cache as kv
-from mimo_jax.config import ConfigError, DraftConfig, TargetConfig
+from mimo_jax.config import ConfigError, DraftConfig, DrafterConfig, TargetConfig
 from mimo_jax.decode import accept, adaptive, controller
 from mimo_jax.decode.integrity import check_integrity
 from mimo_jax.decode.placement import (
@@ -25,7 +25,6 @@ from mimo_jax.decode.placement import (
     ROWS,
     Model,
     cache_specs,
-    dtype_of,
     is_cut,
     param_specs,
     program,
@@ -43,10 +42,12 @@ from mimo_jax.decode.step import (
     speculative_step,
 )
 from mimo_jax.decode.tree import MAX_NODES, tree_step
+from mimo_jax.models.kernels import use_kernels, why_not
 from mimo_jax.models.params import transpose_weights
 from mimo_jax.quant.kv import KVFormat
 from mimo_jax.sharding import DATA, DECODE, MODEL
 from mimo_jax.timing import Stopwatch
+from pallas_kernels.dispatch import MOSAIC_GPU, XLA
 
 MIN_PROMPT_BUCKET = 32  # prompts are padded to powers of two from here: few programs to compile
 PROMPT_CHUNK = 512  # longer prompts are prefilled in chunks of this length
@@ -69,13 +70,26 @@ def prefers_transposed(num_bytes: int) -> bool:
     return jax.default_backend() == "cpu" and num_bytes >= _CACHE_BYTES
 
 
-def lay_out_for_decode[Config](model: Model[Config]) -> Model[Config]:
+def lay_out_for_decode[Config](
+    model: Model[Config], implementation: str | None = None
+) -> Model[Config]:
     """The model with its matrices as this platform's small matmuls read them fastest.
 
-    Models that outgrow the cache of a CPU are stored [out, in] (see layers/linear.py); all others
-    are returned as they are. Engines do this themselves; do it once and drop the original where
-    several engines share a large model.
+    Models that outgrow the cache of a CPU are stored [out, in] (see layers/linear.py); on a Hopper
+    GPU those that can go to the kernels (models/kernels.py); all others are returned as they are.
+    Engines do this themselves; do it once and drop the original where several engines share a
+    large model.
+
+    Args:
+      model: Any; baselines' drafters never use kernels.
+      implementation: Of pallas_kernels.dispatch; None = the best there is.
     """
+    if isinstance(model.config, TargetConfig | DrafterConfig):
+        if implementation is None:
+            reason = why_not(model.config, model.dtype, model.mesh)
+            implementation = XLA if reason is not None else MOSAIC_GPU
+        graph, params = use_kernels(model.graph, model.params, implementation, model.mesh)
+        model = Model(model.config, graph, params, model.mesh)
     if model.mesh is not None:
         return model
     if not prefers_transposed(sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))):
@@ -136,6 +150,7 @@ class Engine:
         max_bias_ids: int = 0,
         num_logprobs: int | None = None,
         kv_format: KVFormat | None = None,
+        implementation: str | None = None,
     ):
         if max_len > target.config.max_position:
             raise ConfigError(
@@ -151,8 +166,8 @@ class Engine:
                     f"draft_block_len {draft_block_len} is out of range; allowed: 2..{trained} "
                     "(the drafter was trained for blocks of that length)"
                 )
-        self.target = lay_out_for_decode(target)
-        self.drafter = None if drafter is None else lay_out_for_decode(drafter)
+        self.target = lay_out_for_decode(target, implementation)
+        self.drafter = drafter and lay_out_for_decode(drafter, implementation)
         self.mesh = target.mesh
         if drafter is not None and drafter.mesh != target.mesh:
             raise ConfigError("target and drafter must be placed on the same mesh")
@@ -381,7 +396,7 @@ class Engine:
     def _start_program(self, args):
         context = None
         if self.policy is not None and self.drafter is not None:
-            context = (self.drafter.config.context_width, dtype_of(self.target))
+            context = (self.drafter.config.context_width, self.target.dtype)
         start = functools.partial(
             start_row, mode=self.mode, num_logprobs=self.num_logprobs, context=context
         )

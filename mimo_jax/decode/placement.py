@@ -43,6 +43,12 @@ class Model[Config]:
     params: Any
     mesh: Mesh | None = None
 
+    @property
+    def dtype(self):
+        """Of the activations: that of the embedding, or of a drafter's fusion."""
+        flat = flatten(self.params)
+        return flat["embedding" if "embedding" in flat else "w_fuse"].dtype
+
 
 def place_on_mesh[Config](
     model: Model[Config], mesh: Mesh | None, *, is_replicated: bool = False
@@ -141,11 +147,6 @@ def program(
         out_shardings=place(out_specs),
         donate_argnums=donate,
     )
-
-
-def dtype_of(model: Model[TargetConfig]):
-    """Of a target's activations: that of its embedding."""
-    return flatten(model.params)["embedding"].dtype
 
 
 def param_specs(model: Model):

@@ -18,6 +18,7 @@ Source: arXiv:2602.06036 and the published drafter class; glossary: KV injection
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,10 +34,13 @@ from mimo_jax.layers import masks
 from mimo_jax.layers.attention import Stretch, attend
 from mimo_jax.layers.linear import linear
 from mimo_jax.layers.moe import swiglu
-from mimo_jax.layers.norm import rms_norm
+from mimo_jax.layers.norm import add_and_norm, rms_norm
 from mimo_jax.layers.rope import apply_rope, inverse_frequencies, rope_tables
+from mimo_jax.models.block_attention import attend_block, block_of
 from mimo_jax.models.params import weight
 from mimo_jax.models.target import Target
+from pallas_kernels.dispatch import XLA
+from pallas_kernels.sink_attention.api import write_context
 
 
 class ContextKV(NamedTuple):
@@ -78,6 +82,7 @@ class Drafter(nnx.Module):
         self.config = config
         self.is_transposed = False  # see models/params.transpose_weights
         self.mesh_axis = None  # see models/cut.py
+        self.implementation = XLA  # see models/kernels.py
         c, d = config.context_width, config.hidden_size
         self.w_fuse = weight(rngs, (c, d), ("context", "embed"), dtype=dtype)
         self.context_norm = weight(rngs, (d,), ("embed",), fill=1.0, dtype=dtype)
@@ -162,6 +167,8 @@ class Drafter(nnx.Module):
         del target, token_ids
         t = context_features.shape[1]
         positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
+        if self.implementation != XLA:
+            return self._inject_in_kernel(cache, context_features, start, positions)
         context = self.project_context(context_features, positions)
         cache = kv.advance_ring_positions(cache, start, t)
         layers = tuple(
@@ -169,6 +176,26 @@ class Drafter(nnx.Module):
             for i in range(self.config.num_layers)
         )
         return dataclasses.replace(cache, layers=layers)
+
+    def _inject_in_kernel(self, cache: kv.KVCache, context_features, start, positions):
+        config = self.config
+        fused, (cos, sin) = self.fuse_context(context_features), self._rope(positions)
+        layers = []
+        for layer_idx, layer in enumerate(self.layers):
+            written = write_context(
+                self._linear(fused, layer.w_kv),
+                *cache.layers[layer_idx],
+                first_slot=cache.first_slot(layer_idx, start),
+                cos=cos,
+                sin=sin,
+                k_norm=layer.k_norm[...] if config.use_qk_norm else None,
+                norm_eps=config.norm_eps,
+                value_scale=config.value_scale,
+                implementation=self.implementation,
+            )
+            layers.append(kv.LayerCache(*written))
+        cache = kv.advance_ring_positions(cache, start, positions.shape[1])
+        return dataclasses.replace(cache, layers=tuple(layers))
 
     def inject_prompt(
         self,
@@ -266,7 +293,40 @@ class Drafter(nnx.Module):
             )
             return attend(queries, [Stretch(held.keys, held.values, mask), own], sink=sink)
 
+        if self.implementation != XLA:
+            meet = self._in_kernel(cache, anchor_pos, active_len, m1)
+            return self._run_layers(block_embeddings, meet)
         return self._run_block(block_embeddings, anchor_pos, active_len, mix)
+
+    def _in_kernel(self, cache: kv.KVCache, anchor_pos, active_len, m1: int) -> Callable:
+        """As `_run_block` makes it from `mix`, in one launch per layer."""
+        config, a = self.config, self.config.attention
+        positions = self._slot_positions(anchor_pos, m1)
+        tables, blocks = self._rope(positions), {}
+
+        def meet(layer_idx, layer, normed):
+            is_causal = config.is_causal[layer_idx]
+            if is_causal not in blocks:
+                sees = masks.draft_block_mask(active_len, m1, is_causal)
+                blocks[is_causal] = block_of(anchor_pos, positions - anchor_pos[:, None], sees)
+            out, _ = attend_block(
+                self._linear(normed, layer.w_qkv),
+                cache,
+                layer_idx,
+                layer,
+                a,
+                tables,
+                blocks[is_causal],
+                value_scale=config.value_scale,
+                norm_eps=config.norm_eps,
+                has_norms=config.use_qk_norm,
+                window=config.windows[layer_idx],
+                write=False,
+                implementation=self.implementation,
+            )
+            return out
+
+        return meet
 
     def train_hidden(
         self,
@@ -307,11 +367,11 @@ class Drafter(nnx.Module):
         b, m1, _ = x.shape
         tables = self._rope(self._slot_positions(anchor_pos, m1))
         block_masks: dict[bool, Bool[Array, "b m1 m1"]] = {}
-        for layer_idx, layer in enumerate(self.layers):
+
+        def meet(layer_idx, layer, normed):
             is_causal = config.is_causal[layer_idx]
             if is_causal not in block_masks:
                 block_masks[is_causal] = masks.draft_block_mask(active_len, m1, is_causal)
-            normed = rms_norm(x, layer.attention_norm[...], eps=config.norm_eps)
             queries = self._linear(normed, layer.w_q).reshape(b, m1, a.num_heads, a.head_dim)
             if config.use_qk_norm:
                 queries = rms_norm(queries, layer.q_norm[...], eps=config.norm_eps)
@@ -319,12 +379,26 @@ class Drafter(nnx.Module):
             keys, values = self._keys_values(layer, normed, tables)
             own = Stretch(keys, values, block_masks[is_causal])
             mixed = mix(layer_idx, queries, own, layer.sink[...] if a.has_sink else None)
-            x = x + self._linear(
-                mixed.reshape(b, m1, a.out_width), layer.w_out, self.mesh_axis
-            )
-            normed = rms_norm(x, layer.ffn_norm[...], eps=config.norm_eps)
+            return mixed.reshape(b, m1, a.out_width)
+
+        return self._run_layers(x, meet)
+
+    def _run_layers(self, x, meet: Callable):
+        """meet: (layer_idx, layer, normed) -> attention output [b, m1, out_width]."""
+        config = self.config
+        add = functools.partial(
+            add_and_norm, eps=config.norm_eps, implementation=self.implementation
+        )
+        norms = [layer.attention_norm for layer in self.layers]
+        norms.append(self.final_norm)
+        normed = rms_norm(x, norms[0][...], eps=config.norm_eps)
+        for layer_idx, layer in enumerate(self.layers):
+            mixed = meet(layer_idx, layer, normed)
+            out = self._linear(mixed, layer.w_out, self.mesh_axis)
+            x, normed = add(x, out, layer.ffn_norm[...])
             matrices = (layer.w_gate[...], layer.w_up[...], layer.w_down[...])
-            x = x + swiglu(
+            out = swiglu(
                 normed, *matrices, is_transposed=self.is_transposed, sum_over=self.mesh_axis
             )
-        return rms_norm(x, self.final_norm[...], eps=config.norm_eps)
+            x, normed = add(x, out, norms[layer_idx + 1][...])
+        return normed

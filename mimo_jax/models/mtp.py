@@ -27,7 +27,8 @@ from mimo_jax.layers.linear import linear
 from mimo_jax.layers.norm import rms_norm
 from mimo_jax.models.lookahead import HeadOutput, LookaheadDrafter
 from mimo_jax.models.params import abstract, flatten, unflatten, weight
-from mimo_jax.models.target import Target, TargetLayer, mix_whole_rows, run_layers
+from mimo_jax.models.target import Target, TargetLayer, mix_whole_rows, rotated, run_layers
+from pallas_kernels.dispatch import XLA
 
 
 def mtp_layer_config(config: TargetConfig) -> TargetConfig:
@@ -105,6 +106,7 @@ class MtpHead(nnx.Module):
     def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
         self.config = mtp_layer_config(config)
         self.is_transposed = False
+        self.implementation = XLA
         self.mesh_axis = None
         d = config.hidden_size
         self.embedding_norm = weight(rngs, (d,), ("embed",), fill=1.0, dtype=dtype)
@@ -147,7 +149,9 @@ class MtpHead(nnx.Module):
             is_transposed=self.is_transposed,
         )
         only_layer = lambda layer_idx, *args: mix(*args)
-        normed, _, _, residual = run_layers(self, x, positions, only_layer, ())
+        normed, _, _, residual = run_layers(
+            self, x, rotated(self, positions, only_layer), ()
+        )
         return HeadOutput(normed, residual)
 
     def run_rows(

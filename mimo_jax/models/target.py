@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mimo_jax import cache as kv
 from mimo_jax import recall
-from mimo_jax.config import TargetConfig
-from mimo_jax.layers import masks, moe
+from mimo_jax.config import AttentionConfig, TargetConfig
+from mimo_jax.layers import masks, moe, tiled_experts
 from mimo_jax.layers.attention import (
     Stretch,
     attend,
@@ -28,12 +28,16 @@ from mimo_jax.layers.attention import (
     attend_in_window_chunks,
 )
 from mimo_jax.layers.linear import linear, psum_over
-from mimo_jax.layers.norm import rms_norm
+from mimo_jax.layers.norm import add_and_norm, rms_norm
 from mimo_jax.layers.rope import apply_rope, inverse_frequencies, rope_tables
+from mimo_jax.layers.tiled_experts import TiledExperts
 from mimo_jax.layers.vocab import embed_rows, first_id
+from mimo_jax.models.block_attention import Block, attend_block, block_of, chain
 from mimo_jax.models.params import weight
 from mimo_jax.quant.kv import KVFormat
+from pallas_kernels.dispatch import XLA
 from pallas_kernels.formats import MX_GROUP_LEN
+from pallas_kernels.grouped_matmul.tiles import TiledWeights
 
 # Queries per chunk of a global layer over a whole row.
 _ROW_CHUNK_LEN = 128
@@ -115,8 +119,12 @@ class TargetLayer(nnx.Module):
         self.experts_up, self.experts_up_scale = packed((e, f, d), into_hidden)
         self.experts_down, self.experts_down_scale = packed((e, d, f), out_of_hidden)
 
-    def experts(self) -> moe.Experts | moe.PackedExperts:
+    def experts(self) -> moe.Experts | moe.PackedExperts | TiledExperts:
         """The expert stacks of a sparse layer."""
+        if hasattr(self, "experts_gate_tiles"):
+            read = lambda name: getattr(self, f"experts_{name}")[...]
+            part = lambda name: TiledWeights(*(read(f"{name}_{x}") for x in TiledWeights._fields))
+            return TiledExperts(*(part(name) for name in TiledExperts._fields))
         kind = moe.PackedExperts if hasattr(self, "experts_gate_scale") else moe.Experts
         return kind(*(getattr(self, f"experts_{name}")[...] for name in kind._fields))
 
@@ -131,6 +139,7 @@ class Target(nnx.Module):
         self.config = config
         self.is_transposed = False  # see models/params.transpose_weights
         self.mesh_axis = None  # see models/cut.py
+        self.implementation = XLA  # see models/kernels.py
         v, d = config.vocab_size, config.hidden_size
         self.embedding = weight(rngs, (v, d), ("vocab", "embed"), scale=d**-0.5, dtype=dtype)
         self.layers = nnx.List(
@@ -230,8 +239,7 @@ class Target(nnx.Module):
         hidden, features, routing, _ = run_layers(
             self,
             place(self.embed(token_ids), ("batch", "sequence", None)),
-            positions,
-            mix,
+            rotated(self, positions, mix),
             tap_layer_ids,
             run_sparse,
         )
@@ -293,9 +301,8 @@ class Target(nnx.Module):
             layers[layer_idx] = kv.write_chunk(cache, layer_idx, keys, values, start, num_valid)
             return attend(queries, stretches, sink=sink)
 
-        hidden, features, _, _ = run_layers(
-            self, self.embed(token_ids), positions, mix, tap_layer_ids
-        )
+        meet = rotated(self, positions, mix)
+        hidden, features, _, _ = run_layers(self, self.embed(token_ids), meet, tap_layer_ids)
         last = jnp.take_along_axis(hidden, (num_valid - 1)[:, None, None], axis=1)
         new_cache = dataclasses.replace(cache, layers=tuple(layers))
         new_cache = kv.finish_chunk(new_cache, start, num_valid)
@@ -341,12 +348,51 @@ class Target(nnx.Module):
             memory = Stretch(written.keys, written.values, mask[window])
             return attend(queries, [memory], sink=sink)
 
-        hidden, features, _, _ = run_layers(
-            self, self.embed(token_ids), positions, mix, tap_layer_ids
-        )
+        meet = rotated(self, positions, mix)
+        if self.has_block_kernel(cache):
+
+            def keep(layer_idx, written):
+                layers[layer_idx] = written
+
+            meet = self._in_kernel(cache, chain(start, t), positions, keep, write=True)
+        hidden, features, _, _ = run_layers(self, self.embed(token_ids), meet, tap_layer_ids)
         new_cache = dataclasses.replace(cache, layers=tuple(layers))
         return TargetOutput(self.unembed(hidden), features, new_cache)
 
+
+    def has_block_kernel(self, cache: kv.KVCache) -> bool:
+        """Whether a step's attention runs in the kernel, which reads no quantised memory."""
+        return self.implementation != XLA and cache.form is None
+
+    def _in_kernel(
+        self, cache: kv.KVCache, block: Block, positions, keep: Callable, *, write: bool
+    ) -> Callable:
+        """`meet` of `run_layers`; keep(layer_idx, memory or the block's own) takes what it made."""
+        config, tables = self.config, {}
+
+        def meet(layer_idx, layer, qkv):
+            geometry, kind = config.layer_attention(layer_idx), config.layer_kinds[layer_idx]
+            if kind not in tables:
+                tables[kind] = tables_of(geometry, positions)
+            out, made = attend_block(
+                qkv,
+                cache,
+                layer_idx,
+                layer,
+                geometry,
+                tables[kind],
+                block,
+                value_scale=config.value_scale,
+                norm_eps=config.norm_eps,
+                has_norms=config.use_qk_norm,
+                window=geometry.window,
+                write=write,
+                implementation=self.implementation,
+            )
+            keep(layer_idx, made)
+            return out
+
+        return meet
 
     def look(
         self,
@@ -398,10 +444,20 @@ class Target(nnx.Module):
             memory = Stretch(old.keys, old.values, memory_mask[window])
             return attend(queries, [memory, own], sink=sink)
 
-        hidden, features, _, _ = run_layers(
-            self, self.embed(token_ids), positions, mix, tap_layer_ids
-        )
+        meet = rotated(self, positions, mix)
+        if self.has_block_kernel(cache):
+            nodes.clear()
+            block = block_of(start, depths, sees)
+            append = lambda _, made: nodes.append(made)
+            meet = self._in_kernel(cache, block, positions, append, write=False)
+        hidden, features, _, _ = run_layers(self, self.embed(token_ids), meet, tap_layer_ids)
         return TargetOutput(self.unembed(hidden), features, cache), tuple(nodes)
+
+
+def tables_of(geometry: AttentionConfig, positions: Int[Array, "b t"]):
+    """(cos, sin) of a kind of layer, float32 [b, t, rope_dim/2]."""
+    inv_freq = inverse_frequencies(geometry.rope_dim, geometry.rope_theta, geometry.rope_scaling)
+    return rope_tables(positions, inv_freq)
 
 
 def mix_whole_rows(config: TargetConfig, segment_ids: Int[Array, "b t"]) -> Callable:
@@ -435,42 +491,26 @@ def mix_whole_rows(config: TargetConfig, segment_ids: Int[Array, "b t"]) -> Call
     return mix
 
 
-def run_layers(
-    model,
-    x: Float[Array, "b t d"],
-    positions: Int[Array, "b t"],
-    mix: Callable,
-    tap_layer_ids: tuple[int, ...],
-    run_sparse: Callable = moe.route_and_run,
-):
-    """Residual stream through all layers of a model and its final norm.
+def rotated(model, positions: Int[Array, "b t"], mix: Callable) -> Callable:
+    """How a layer's raw projection becomes attention output, step by step in plain XLA.
 
     Args:
-      model: Has config, layers (of TargetLayer), final_norm, is_transposed and mesh_axis.
-      x: Embedded tokens.
+      model: As in `run_layers`.
       positions: RoPE positions.
-      mix: (layer_idx, queries, keys, values, sink) -> attention output; how queries meet keys.
-      tap_layer_ids: Layers whose output is returned, side by side.
-      run_sparse: A sparse layer, as `moe.route_and_run`.
+      mix: (layer_idx, queries, keys, values, sink) -> output [b, t, n, hv]; how queries meet keys.
 
     Returns:
-      (normed hidden [b, t, d], context features or None, routing of the sparse layers, residual
-      stream before the norm [b, t, d]).
+      `meet` of `run_layers`.
     """
-    config = model.config
-    b, t, _ = x.shape
-    tables, taps, routing = {}, {}, []
-    for layer_idx, layer in enumerate(model.layers):
+    config, tables = model.config, {}
+
+    def meet(layer_idx, layer, qkv):
+        b, t, _ = qkv.shape
         geometry = config.layer_attention(layer_idx)
         kind = config.layer_kinds[layer_idx]
         if kind not in tables:
-            inv_freq = inverse_frequencies(
-                geometry.rope_dim, geometry.rope_theta, geometry.rope_scaling
-            )
-            tables[kind] = rope_tables(positions, inv_freq)
-        normed = rms_norm(x, layer.attention_norm[...], eps=config.norm_eps)
+            tables[kind] = tables_of(geometry, positions)
         q_width, k_width, _ = geometry.qkv_widths
-        qkv = linear(normed, layer.w_qkv[...], is_transposed=model.is_transposed)
         n, k, h = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
         queries_keys, values = jnp.split(qkv, [q_width + k_width], axis=-1)
         queries_keys = queries_keys.reshape(b, t, n + k, h)
@@ -489,34 +529,85 @@ def run_layers(
         mixed = mix(
             layer_idx, queries, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3), sink
         )
-        mixed = mixed.reshape(b, t, geometry.out_width)
-        x = x + linear(
+        return mixed.reshape(b, t, geometry.out_width)
+
+    return meet
+
+
+def _run_sparse_layer(model, layer, normed, run_sparse: Callable):
+    """(output, [(expert ids, weights)]) of one; a kernel says nothing of whom it chose."""
+    options, experts = model.config.moe, layer.experts()
+    router = (layer.w_router[...], layer.selection_bias[...])
+    if isinstance(experts, TiledExperts):
+        if tiled_experts.fits(normed.shape[0] * normed.shape[1]):
+            out = tiled_experts.route_and_run(
+                normed, *router, experts, options, model.implementation
+            )
+            return out, []
+        experts = tiled_experts.packed(experts)
+    route_fn = functools.partial(
+        moe.route,
+        top_k=options.top_k,
+        routed_scale=options.routed_scale,
+        scoring=options.scoring,
+    )
+    out, expert_ids, weights = run_sparse(route_fn, normed, *router, experts)
+    return out, [(expert_ids, weights)]
+
+
+def run_layers(
+    model,
+    x: Float[Array, "b t d"],
+    meet: Callable,
+    tap_layer_ids: tuple[int, ...],
+    run_sparse: Callable = moe.route_and_run,
+):
+    """Residual stream through all layers of a model and its final norm.
+
+    Args:
+      model: Has config, layers (of TargetLayer), final_norm, is_transposed, mesh_axis and
+        implementation.
+      x: Embedded tokens.
+      meet: (layer_idx, layer, raw projection [b, t, q + k + v]) -> attention output
+        [b, t, out_width]; see `rotated`.
+      tap_layer_ids: Layers whose output is returned, side by side.
+      run_sparse: A sparse layer, as `moe.route_and_run`.
+
+    Returns:
+      (normed hidden [b, t, d], context features or None, routing of the sparse layers, residual
+      stream before the norm [b, t, d]).
+    """
+    config = model.config
+    taps, routing = {}, []
+    add = functools.partial(
+        add_and_norm, eps=config.norm_eps, implementation=model.implementation
+    )
+    norms = [layer.attention_norm for layer in model.layers]
+    norms.append(model.final_norm)
+    normed = rms_norm(x, norms[0][...], eps=config.norm_eps)
+    for layer_idx, layer in enumerate(model.layers):
+        qkv = linear(normed, layer.w_qkv[...], is_transposed=model.is_transposed)
+        mixed = meet(layer_idx, layer, qkv)
+        out = linear(
             mixed, layer.w_out[...], is_transposed=model.is_transposed, sum_over=model.mesh_axis
         )
-        normed = rms_norm(x, layer.ffn_norm[...], eps=config.norm_eps)
+        x, normed = add(x, out, layer.ffn_norm[...])
         if config.moe is not None and config.is_moe_layer[layer_idx]:
-            route_fn = functools.partial(
-                moe.route,
-                top_k=config.moe.top_k,
-                routed_scale=config.moe.routed_scale,
-                scoring=config.moe.scoring,
-            )
-            router = (layer.w_router[...], layer.selection_bias[...])
-            out, expert_ids, expert_weights = run_sparse(route_fn, normed, *router, layer.experts())
-            routing.append((expert_ids, expert_weights))
-            x = x + psum_over(out, model.mesh_axis)
+            out, chosen = _run_sparse_layer(model, layer, normed, run_sparse)
+            routing += chosen
+            out = psum_over(out, model.mesh_axis)
         else:
             matrices = (layer.w_gate[...], layer.w_up[...], layer.w_down[...])
-            x = x + moe.swiglu(
+            out = moe.swiglu(
                 normed,
                 *matrices,
                 is_transposed=model.is_transposed,
                 sum_over=model.mesh_axis,
             )
+        x, normed = add(x, out, norms[layer_idx + 1][...])
         if layer_idx in tap_layer_ids:
             taps[layer_idx] = x
     features = None
     if tap_layer_ids:
         features = jnp.concatenate([taps[i] for i in tap_layer_ids], axis=-1)
-    hidden = rms_norm(x, model.final_norm[...], eps=config.norm_eps)
-    return hidden, features, tuple(routing), x
+    return normed, features, tuple(routing), x

@@ -25,7 +25,13 @@ from mimo_jax.train.step import Batch, init_state, make_optimizer, make_target_s
 
 
 def _engine(
-    model: PublishedModel, mesh: Mesh, *, context: int, batch_size: int, draft_block_len: int
+    model: PublishedModel,
+    mesh: Mesh,
+    *,
+    context: int,
+    batch_size: int,
+    draft_block_len: int,
+    implementation: str | None = None,
 ) -> Engine:
     """An engine without arrays; a block of 1 decodes plainly."""
     drafter = None
@@ -39,6 +45,7 @@ def _engine(
         max_len=context,
         batch_size=batch_size,
         draft_block_len=draft_block_len if drafter is not None else None,
+        implementation=implementation,
     )
 
 
@@ -48,15 +55,25 @@ def _params(engine: Engine):
 
 
 def lower_steps(
-    mesh: Mesh, *, config: str, context: int, batch_size: int, draft_block_len: int
+    mesh: Mesh,
+    *,
+    config: str,
+    context: int,
+    batch_size: int,
+    draft_block_len: int,
+    implementation: str | None = None,
 ) -> jax.stages.Lowered:
-    """The decode loop: draft, verify, accept, commit; with a block of 1 the plain loop."""
+    """The decode loop: draft, verify, accept, commit; with a block of 1 the plain loop.
+
+    With the kernels where the devices run them, or as `implementation` says.
+    """
     engine = _engine(
         read_config(config),
         mesh,
         context=context,
         batch_size=batch_size,
         draft_block_len=draft_block_len,
+        implementation=implementation,
     )
     state = engine.state_shapes()
     num_steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))

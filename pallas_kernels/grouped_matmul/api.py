@@ -1,14 +1,16 @@
 """SwiGLU experts over MXFP4 weights, for the few tokens of a decode step.
 
-Two launches: `up` makes the hidden values of every chosen expert, `down` adds their outputs up under
-the router's weights. Each chosen expert is read once however many tokens chose it, the others not
+Two launches: `up` makes the hidden values of every chosen expert, `down` adds their outputs up
+under the router's weights. Each chosen expert is read once however many tokens chose it, the
+others not
 at all. Weights are whole stacks of layers with a layer index, because a slice of a stack would be
 copied; a model that keeps one array per layer passes stacks of one.
 
 Who is chosen comes from outside (`router_top_k`): this op never routes.
 """
 
-from jaxtyping import Array, Float, Int
+
+import jax
 
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import reference
@@ -33,25 +35,25 @@ def _check_stack(name: str, weights: TiledWeights, n: int, k: int, e: int | None
 
 
 def swiglu_experts(
-    x: Float[Array, "t d"],
+    x: jax.Array,
     gate: TiledWeights,
     up: TiledWeights,
     down: TiledWeights,
     choice: Choice,
-    layer: Int[Array, "1"],
+    layer: jax.Array,
     *,
     implementation: str,
-) -> Float[Array, "t d"]:
+) -> jax.Array:
     """Weighted sum of the chosen experts' down(silu(gate x) * (up x)).
 
     Args:
-      x: Tokens, 1..64 of them; d a multiple of 128.
+      x: Tokens [t, d], 1..64 of them; d a multiple of 128.
       gate: Stack [layers, experts, f, d] in tiles; f a multiple of 128.
       up: As gate.
       down: Stack [layers, experts, d, f] in tiles.
       choice: Which experts, for whom, with what weight.
-      layer: Which layer of the stacks; an index beyond them means the last one, as does an
-        expert's.
+      layer: int32 [1], which layer of the stacks; an index beyond them means the last one, as
+        does an expert's.
       implementation: One of dispatch.IMPLEMENTATIONS.
 
     Returns:

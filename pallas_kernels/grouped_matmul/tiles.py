@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32, UInt8
 
 from pallas_kernels.formats import MX_GROUP_LEN
 
@@ -44,8 +43,8 @@ class TiledWeights(NamedTuple):
       scales: uint8 E8M0 [layers, experts, n/64, k/32, 64].
     """
 
-    tiles: Int32[Array, "l e row_tiles input_tiles rows words"]
-    scales: UInt8[Array, "l e row_tiles groups rows"]
+    tiles: jax.Array
+    scales: jax.Array
 
 
 def tile_inputs(k: int) -> int:
@@ -73,8 +72,16 @@ def tiled_shapes(shape: tuple[int, int, int, int]) -> tuple[tuple[int, ...], tup
     return tiles, (layers, e, n // ROWS, k // MX_GROUP_LEN, ROWS)
 
 
-def tile_weights(packed: UInt8[Array, "l e n _"], scale: UInt8[Array, "l e n _"]) -> TiledWeights:
+def tile_weights(
+    packed: jax.Array, scale: jax.Array, width: int | None = None
+) -> TiledWeights:
     """Tiles of a stack as the files hold it: [.., n, k/2] codes, [.., n, k/32] scales.
+
+    Args:
+      packed: Codes, the even input in the low nibble.
+      scale: Of groups of 32 inputs.
+      width: Inputs of a tile, 128 or 256; by default `tile_inputs(k)`. Where k will be cut over
+        devices, that of one device's part.
 
     Raises:
       ValueError: If outputs or inputs do not divide into tiles, or scales do not fit the codes.
@@ -100,14 +107,14 @@ def tile_weights(packed: UInt8[Array, "l e n _"], scale: UInt8[Array, "l e n _"]
             code = codes[..., q, half, :]
             for bit, at in zip((3, 2, 1, 0), (sign_at, *magnitude_at), strict=True):
                 words |= ((code >> bit) & 1) << (at + 16 * half)
-    width = tile_inputs(k)
+    width = tile_inputs(k) if width is None else width
     words = jax.lax.bitcast_convert_type(words, jnp.int32)
     words = words.reshape(layers, e, n // ROWS, ROWS, k // width, width // WORD_INPUTS)
     scales = scale.reshape(layers, e, n // ROWS, ROWS, k // MX_GROUP_LEN)
     return TiledWeights(words.swapaxes(3, 4), scales.swapaxes(3, 4))
 
 
-def untile_weights(weights: TiledWeights) -> tuple[UInt8[Array, "l e n _"], UInt8[Array, "l e n _"]]:
+def untile_weights(weights: TiledWeights) -> tuple[jax.Array, jax.Array]:
     """The inverse of `tile_weights`: (codes, scales) as the files hold them."""
     layers, e, row_tiles, input_tiles, _, num_words = weights.tiles.shape
     n, k = row_tiles * ROWS, input_tiles * num_words * WORD_INPUTS

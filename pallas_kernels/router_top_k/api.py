@@ -7,7 +7,7 @@ expert products go through (`grouped_matmul`).
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, Int
+import jax
 
 from pallas_kernels import dispatch
 from pallas_kernels.router_top_k import reference
@@ -25,15 +25,15 @@ class Choice(NamedTuple):
       weights: float32 [top_k, t].
     """
 
-    expert_ids: Int[Array, "slots"]
-    num_active: Int[Array, "_"]
-    choices: Int[Array, "top_k t"]
-    weights: Float[Array, "top_k t"]
+    expert_ids: jax.Array
+    num_active: jax.Array
+    choices: jax.Array
+    weights: jax.Array
 
 
 def router_top_k(
-    logits: Float[Array, "e t"],
-    bias: Float[Array, "e"],
+    logits: jax.Array,
+    bias: jax.Array,
     *,
     top_k: int,
     routed_scale: float = 1.0,
@@ -43,8 +43,8 @@ def router_top_k(
     """Chooses top_k experts per token; ties go to the lower index.
 
     Args:
-      logits: float32, one column per token, 1..64 of them.
-      bias: Moves the choice only; weights come from the unbiased scores, renormalised.
+      logits: float32 [e, t], one column per token, 1..64 of them.
+      bias: float32 [e]. Moves the choice only; weights come from the unbiased scores, renormalised.
       top_k: Experts per token, at most e.
       routed_scale: Factor on the weights.
       scoring: One of SCORINGS.
