@@ -100,7 +100,12 @@ def test_memory_is_written_where_it_lies(compiled, name):
         assert facts.alias_bytes >= PRO_GLOBAL.slots * (192 + 128) * 2
 
 
-@pytest.mark.parametrize("spec", [PRO_SLIDING, PRO_GLOBAL], ids=["sliding", "global"])
+# 1 and 12 tokens: the simulator would also take what whole tiles cannot fetch.
+@pytest.mark.parametrize(
+    "spec",
+    [PRO_SLIDING._replace(tokens=1), PRO_SLIDING._replace(tokens=12), PRO_GLOBAL],
+    ids=["sliding, 1 token", "sliding, 12 tokens", "global"],
+)
 def test_lowers_for_cuda_where_there_is_no_plugin(spec):
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     positions = jnp.full((1, spec.slots), -1, jnp.int32) if spec.window else None
@@ -114,7 +119,7 @@ def test_lowers_for_cuda_where_there_is_no_plugin(spec):
     memory = of(1, 1, spec.slots, 192), of(1, 1, spec.slots, 128)
     start = jax.ShapeDtypeStruct((1,), jnp.int32)
     exported = jax.export.export(jax.jit(layer), platforms=["cuda"])(
-        of(1, 8, spec.qkv_width), *memory, start
+        of(1, spec.tokens, spec.qkv_width), *memory, start
     )
     # Per kernel: its custom call and its cubin-to-be carry the name.
     assert exported.mlir_module().count("custom_call @mosaic_gpu") == (1 if spec.window else 2)
