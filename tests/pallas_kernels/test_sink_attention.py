@@ -76,6 +76,9 @@ def make(case: Case, dtype: Any = jnp.bfloat16) -> tuple[tuple, dict[str, Any]]:
         for row in range(b):
             for position in range(case.start[row]):
                 positions[row, position % case.ring] = position
+            # As a step finds it: the table already speaks of the block that is being written.
+            first = case.start[row] % case.ring
+            positions[row, first : first + case.t] = start[row] + np.arange(case.t)
     dead = (positions < 0) | (positions >= start[:, None])
     if case.window is not None:
         dead |= start[:, None] - positions >= case.window
