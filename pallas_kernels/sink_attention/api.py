@@ -67,8 +67,8 @@ def sink_attention(
       write: Whether the block's keys and values go into the memory, which is then updated in
         place where the caller donates it.
       first_slot: The block's slots are first_slot .. first_slot + t - 1.
-      implementation: "xla", "mosaic_gpu" (Hopper; memory in bfloat16) or "interpret" (the same
-        kernel, simulated).
+      implementation: "xla", "mosaic_gpu" (Hopper; memory in bfloat16, its slots a multiple of 8)
+        or "interpret" (the same kernel, simulated).
 
     Returns:
       (output [b, t, n * hv] in qkv's dtype, and with `write` the memory, else the block's own keys
@@ -97,15 +97,14 @@ def sink_attention(
         )  # fmt: skip
     kernel, call = _kernel_call(qkv, keys, values, n, cos, norm_eps, value_scale, implementation)
     tables = block.make_tables(start, depths, sees, cos, sin, window)
-    inputs = kernel.Inputs(
-        qkv.astype(jnp.bfloat16), tables, start, first_slot, sink, q_norm, k_norm
-    )
+    whole = block.whole_tiles(qkv.astype(jnp.bfloat16))
+    inputs = kernel.Inputs(whole, tables, start, first_slot, sink, q_norm, k_norm)
     if slot_positions is None:
         out, keys, values = kernel.attend_linear(call, inputs, (keys, values), write=write)
     else:
         positions = block.readable_positions(slot_positions, start)
         out, keys, values = kernel.attend_ring(call, inputs, (keys, values), positions, write=write)
-    return out.astype(qkv.dtype), keys, values
+    return out[:, :t].astype(qkv.dtype), keys, values
 
 
 def _kernel_call(qkv, keys, values, n: int, cos, norm_eps, value_scale, implementation: str):
@@ -117,6 +116,8 @@ def _kernel_call(qkv, keys, values, n: int, cos, norm_eps, value_scale, implemen
     hv, half = values.shape[3], cos.shape[2]
     if keys.dtype != jnp.bfloat16 or values.dtype != jnp.bfloat16:
         raise ValueError(f"memory: {keys.dtype} and {values.dtype}, the kernel takes bfloat16")
+    if keys.shape[2] % 8:
+        raise ValueError(f"memory: {keys.shape[2]} slots, the kernel takes multiples of 8")
     if h % 16 or hv % 16 or half % 8:
         raise ValueError(f"heads: widths {h} and {hv}, rotated {2 * half}; 16 must divide all")
     is_simulated = implementation == "interpret"
@@ -170,5 +171,5 @@ def write_context(
         )  # fmt: skip
     kernel, call = _kernel_call(kv, keys, values, 0, cos, norm_eps, value_scale, implementation)
     cos, sin = (block.spread(x) for x in (cos, sin))
-    kv = kv.astype(jnp.bfloat16)
+    kv = block.whole_tiles(kv.astype(jnp.bfloat16))
     return kernel.write_context(call, kv, (keys, values), cos, sin, first_slot, k_norm)

@@ -32,6 +32,12 @@ class BlockTables(NamedTuple):
     sin: jax.Array
 
 
+def whole_tiles(qkv: jax.Array) -> jax.Array:
+    """[b, t, w] as the kernel can fetch it: more than 8 tokens are padded to a multiple of 8."""
+    t = qkv.shape[1]
+    return qkv if t <= 8 else jnp.pad(qkv, ((0, 0), (0, padded_tokens(t) - t), (0, 0)))
+
+
 def padded_tokens(t: int) -> int:
     """Tokens of a block rounded up to 8, the fewest that wgmma multiplies. Example: 3 -> 8."""
     return -(-t // 8) * 8

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sink_attention import staging, tile
 from pallas_kernels.sink_attention.block import KEYS, LOWEST, ROWS
-from pallas_kernels.sink_attention.staging import Call, Inputs, index
+from pallas_kernels.sink_attention.call import Call, Inputs, index, tile_index
 
 NUM_BLOCKS = 128  # blocks of threads that splits may occupy; an H200 has 132 multiprocessors
 MIN_STEPS = 4  # tiles of keys per split: fewer cost more to merge than to read
@@ -34,10 +34,10 @@ type Memory = tuple[jax.Array, jax.Array]
 type Results = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def _outputs(call: Call, *, write: bool) -> list[jax.ShapeDtypeStruct]:
+def _outputs(call: Call, inputs: Inputs, *, write: bool) -> list[jax.ShapeDtypeStruct]:
     """The output, and the block's keys and values where they do not go into memory."""
     of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    out = [of((call.b, call.t, call.n * call.hv))]
+    out = [of((*inputs.qkv.shape[:2], call.n * call.hv))]
     if write:
         return out
     block = (call.b, call.k, call.t)
@@ -80,7 +80,7 @@ def _finishing_kernel(call: Call, inputs: Inputs, memory, write: bool, extra, sc
 
     kernel = call.launch(
         body,
-        _outputs(call, write=write),
+        _outputs(call, inputs, write=write),
         base | scratch(call, base),
         ("part", call.hv // call.width),
     )
@@ -144,7 +144,7 @@ def _attend_splits(call: Call, inputs: Inputs, memory: Memory, num_splits: int) 
     def body(inputs, memory, sums, tops, totals, **scratch):
         shared = staging.views(scratch)
         row, kv, split = index("row", "kv", "split")
-        here = staging.tile_index(call)
+        here = tile_index(call)
         start = inputs.start[row]
         per_split, num_used = cut(start, num_splits)
         first = split * per_split
@@ -198,7 +198,7 @@ def attend_linear(call: Call, inputs: Inputs, memory: Memory, *, write: bool) ->
     def carry_from(inputs, memory, parts, shared, prepare):
         del memory
         row, kv, part = index("row", "kv", "part")
-        here = staging.tile_index(call)
+        here = tile_index(call)
         columns = pl.ds(part * call.width, call.width)
 
         def fetch(step, slot):

@@ -76,6 +76,9 @@ def make(case: Case, dtype: Any = jnp.bfloat16) -> tuple[tuple, dict[str, Any]]:
         for row in range(b):
             for position in range(case.start[row]):
                 positions[row, position % case.ring] = position
+            # As a step finds it: the table already speaks of the block that is being written.
+            first = case.start[row] % case.ring
+            positions[row, first : first + case.t] = start[row] + np.arange(case.t)
     dead = (positions < 0) | (positions >= start[:, None])
     if case.window is not None:
         dead |= start[:, None] - positions >= case.window
@@ -171,8 +174,8 @@ KERNEL_CASES = {
     "ring, window in the block": Case(start=(30,), t=8, window=3, ring=16, slots=24),
     "linear, 3 splits": Case(start=(600,), t=8, window=None, slots=640, n=16, has_sink=False),
     "linear, last tile full": Case(start=(128, 64), t=5, window=None, slots=136, has_norms=True),
-    "linear, start 0": Case(start=(0,), t=3, window=None, slots=300, has_sink=False, hv=32),
-    "linear, window": Case(start=(290,), t=8, window=30, slots=300),
+    "linear, start 0": Case(start=(0,), t=3, window=None, slots=304, has_sink=False, hv=32),
+    "linear, window": Case(start=(290,), t=8, window=30, slots=304),
     "tree in a ring": Case((33, 4), 33, 5, ring=16, slots=48, n=2, graph="tree", write=False),
     "tree, linear": Case((70,), 24, None, slots=96, n=4, graph="tree", write=False),
     "draft block": Case((40,), 5, 20, ring=24, slots=32, half=16, graph="draft", write=False),
@@ -270,6 +273,7 @@ def test_splits_of_a_memory(start, num_splits, want):
 BAD = {
     "heads": ({"n": 3, "k": 2}, "qkv: 192 columns are not whole heads of 32 with 2 of 32 + 16"),
     "tokens": ({"t": 65, "slots": 80, "ring": 0}, "block: 65 tokens per row, allowed are 1 to 64"),
+    "slots": ({"slots": 20}, "memory: 20 slots, the kernel takes multiples of 8"),
     "widths": ({"h": 24}, "heads: widths 24 and 16, rotated 16; 16 must divide all"),
 }
 

@@ -1,0 +1,106 @@
+"""Programs for the compiler's own process: a loop whose layers attend, at published sizes.
+
+Called by name in another process (plan/aot.py), so they take plain values only.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.sink_attention import api, block
+from pallas_kernels.sink_attention.arg_specs import ARG_SPECS, ArgSpec
+
+
+def chain_of(start, spec: ArgSpec) -> dict:
+    """What all layers of a kind share; made once per step."""
+    depths = jnp.arange(spec.tokens, dtype=jnp.int32)[None]
+    sees = depths[:, :, None] >= depths[:, None, :]
+    angles = (start[:, None] + depths).astype(jnp.float32)[:, :, None]
+    angles = angles * jnp.ones((1, 1, spec.rope_dim // 2), jnp.float32)
+    return {
+        "start": start,
+        "depths": depths,
+        "sees": block.pack_bits(sees),
+        "cos": jnp.cos(angles),
+        "sin": jnp.sin(angles),
+        "window": spec.window,
+        "write": spec.write,
+    }
+
+
+def lower_attention(mesh: Mesh, *, layers: list[str], has_context: bool = False):
+    """A loop until position 100,000 over layers that do nothing but attend.
+
+    Args:
+      mesh: Of one device.
+      layers: Names in ARG_SPECS.
+      has_context: Also writes a drafter's context.
+    """
+    specs = [ARG_SPECS[name] for name in layers]
+
+    def of(shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def memory_of(spec: ArgSpec):
+        k, s = spec.num_kv_heads, spec.slots
+        return of((1, k, s, spec.head_dim)), of((1, k, s, spec.v_head_dim))
+
+    def layer(spec: ArgSpec, qkv, memory, weights, start):
+        ring = None if spec.window is None else spec.slots - spec.tokens
+        return api.sink_attention(
+            qkv, *memory, **chain_of(start, spec),
+            slot_positions=None if ring is None else weights["positions"],
+            sink=weights["sink"] if spec.has_sink else None,
+            q_norm=weights["norm"] if spec.has_norms else None,
+            k_norm=weights["norm"] if spec.has_norms else None,
+            norm_eps=1e-6, value_scale=0.612,
+            first_slot=start if ring is None else start % ring,
+            implementation="mosaic_gpu",
+        )  # fmt: skip
+
+    def program(qkvs, memories, outs, weights, context):
+        def body(carry):
+            memories, _, context, start = carry
+            results = [
+                layer(*each, start) for each in zip(specs, qkvs, memories, weights, strict=True)
+            ]
+            # A block that is not written is handed out beside the output, so that it stays alive.
+            outs, written = [], []
+            for spec, memory, result in zip(specs, memories, results, strict=True):
+                outs.append(result[:1] if spec.write else result)
+                written.append(result[1:] if spec.write else memory)
+            if has_context:
+                drafter = ARG_SPECS["pro drafter"]
+                chain = chain_of(start, drafter)
+                tables = {name: chain[name] for name in ("cos", "sin")}
+                context = api.write_context(
+                    qkvs[0][:, :8, :256], *context, first_slot=start % 1032, **tables,
+                    implementation="mosaic_gpu",
+                )  # fmt: skip
+            return written, outs, context, start + 8
+
+        carry = (memories, outs, context, jnp.zeros((1,), jnp.int32))
+        return jax.lax.while_loop(lambda carry: carry[3][0] < 100_000, body, carry)[:3]
+
+    def out_of(spec: ArgSpec):
+        block_of = (1, spec.num_kv_heads, spec.tokens)
+        out = [of((1, spec.tokens, spec.num_heads * spec.v_head_dim))]
+        if spec.write:
+            return tuple(out)
+        return *out, of((*block_of, spec.head_dim)), of((*block_of, spec.v_head_dim))
+
+    weights = [
+        {
+            "sink": of((spec.num_heads,)),
+            "norm": of((spec.head_dim,)),
+            "positions": of((1, spec.slots if spec.window else 1), jnp.int32),
+        }
+        for spec in specs
+    ]
+    return jax.jit(program, donate_argnums=(1, 2, 4)).lower(
+        [of((1, spec.tokens, spec.qkv_width)) for spec in specs],
+        [memory_of(spec) for spec in specs],
+        [out_of(spec) for spec in specs],
+        weights,
+        memory_of(ARG_SPECS["pro drafter"]) if has_context else (),
+    )
