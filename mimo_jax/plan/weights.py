@@ -3,8 +3,8 @@
 Everything is read off the modules' declared shapes, never off a formula of its own, so that the
 account follows the program. Nothing is allocated.
 
-Trap: packed experts are declared as bytes, two weights each, with their scales beside them; the
-scales are no weights and belong to the format.
+Trap: packed experts are declared as bytes, two weights each. Their scales, and those of FP8
+matrices, stand beside them; they are no weights and belong to the format.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ class Leaf(NamedTuple):
 
 def _classify(name: str, storage: StorageFormats) -> tuple[str, str]:
     """(class, published format) of a target's parameter."""
-    last = name.rsplit(".", 1)[-1]
+    last = name.rsplit(".", 1)[-1].removesuffix("_scale")
     if last.startswith("experts_"):
         return EXPERTS, storage.experts
     if last == "w_qkv":
@@ -111,9 +111,9 @@ def leaves(model: Abstract, storage: StorageFormats, kind: str | None = None) ->
     for path, value in nnx.to_flat_state(model.params):
         name = ".".join(str(part) for part in path)
         own_kind, file_format = _classify(name, storage)
-        num_weights = math.prod(value.shape)
+        num_weights = 0 if name.endswith("_scale") else math.prod(value.shape)
         if value.dtype == jnp.uint8:
-            num_weights = 0 if name.endswith("_scale") else 2 * num_weights
+            num_weights *= 2
         found.append(
             Leaf(
                 name,
