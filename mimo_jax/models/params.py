@@ -113,7 +113,8 @@ def transpose_weights(graph, params):
     Parameters may be shapes (jax.ShapeDtypeStruct).
 
     The module's `is_transposed` tells its forward. Embeddings, expert stacks and FP8 codes with
-    their scales are stored that way already and stay. Each matrix is copied once; the given params may be dropped.
+    their scales are stored that way already and stay. Each matrix is copied once; the given params
+    may be dropped.
 
     Example: w_qkv [192, 448] -> [448, 192].
     """
