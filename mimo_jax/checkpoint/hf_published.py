@@ -31,7 +31,7 @@ from mimo_jax.checkpoint import name_map
 from mimo_jax.checkpoint.decoded import FUSED, PROJECTION_LAYOUTS, QKV_PARTS, SPLIT, QkvLayout
 from mimo_jax.checkpoint.hf_target import mtp_leaves, qkv_layouts, target_leaves
 from mimo_jax.checkpoint.json_config import rotary_factor
-from mimo_jax.checkpoint.name_map import FLOAT32, FP8, UINT8, Leaf
+from mimo_jax.checkpoint.name_map import FLOAT32, FP8, Leaf
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError
 from mimo_jax.config import GLOBAL, SLIDING, TargetConfig
 from mimo_jax.models.params import flatten
@@ -175,7 +175,7 @@ def _tensors_of(
         for source_idx, source in enumerate(leaf.sources):
             shape = leaf.source_shape(source_idx)
             take = functools.partial(_take, leaf, flat, source_idx)
-            if leaf.dtype in (FP8, UINT8) or leaf.name.endswith("_scale"):
+            if leaf.dtype is not None and (leaf.dtype != FLOAT32 or leaf.name.endswith("_scale")):
                 yield source, shape, leaf.dtype, take
                 continue
             if _is_fp8(source):

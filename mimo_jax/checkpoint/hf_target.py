@@ -93,7 +93,7 @@ def _layer_leaves(
     parts = {attn + "q_proj.weight": q, attn + "k_proj.weight": k, attn + "v_proj.weight": v}
     if config.is_fp8:
         fused, chunks = attn + "qkv_proj.weight", config.num_fp8_chunks
-        qkv = name_map.fp8_blocks(ours + "w_qkv", fused, q + k + v, d, num_chunks=chunks)
+        qkv = name_map.fp8_blocks(ours + "w_qkv", fused, q + k + v, d, chunks)
     else:
         qkv = [name_map.columns(ours + "w_qkv", d, parts)]
     leaves = [

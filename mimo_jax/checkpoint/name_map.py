@@ -236,11 +236,11 @@ def mxfp4_experts(
     ]
 
 
-def fp8_blocks(name: str, source: str, *shape: int, num_chunks: int = 1) -> list[Leaf]:
-    """A matrix [out, in] of FP8 codes and its block scales, as they stand; see `kept.py`."""
-    scale_shape = fp8.scale_shape(shape, num_chunks)
+def fp8_blocks(name: str, source: str, out: int, width_in: int, num_chunks: int = 1) -> list[Leaf]:
+    """A matrix [out, width_in] of FP8 codes and its block scales, as they stand; see `kept.py`."""
+    scale_shape = fp8.scale_shape((out, width_in), num_chunks)
     return [
-        plain(name, source, *shape, dtype=FP8),
+        plain(name, source, out, width_in, dtype=FP8),
         plain(f"{name}_scale", f"{source}_scale_inv", *scale_shape, dtype=FLOAT32),
     ]
 

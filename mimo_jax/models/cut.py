@@ -83,6 +83,12 @@ def fp8_misfit(config: TargetConfig, num_parts: int) -> str | None:
     return None
 
 
+def as_loaded(config: TargetConfig, num_parts: int) -> TargetConfig:
+    """The config that a loader gives for so many devices: without FP8 where it cannot be cut."""
+    misfit = fp8_misfit(config, num_parts)
+    return config if misfit is None else dataclasses.replace(config, is_fp8=False)
+
+
 def target_part(config: TargetConfig, num_parts: int) -> TargetConfig:
     """Config of one device's part of a target.
 

@@ -18,7 +18,7 @@ from flax import nnx
 
 from mimo_jax.config import DrafterConfig, TargetConfig
 from mimo_jax.models import params as model_params
-from mimo_jax.models.cut import cut_shapes
+from mimo_jax.models.cut import as_loaded, cut_shapes
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.mtp import MtpHead
 from mimo_jax.models.target import Target
@@ -146,8 +146,9 @@ def all_leaves(model: PublishedModel, num_parts: int = 1) -> list[Leaf]:
       num_parts: Devices along "model" of a decode mesh; with more of them than KV heads, these are
         repeated in `cut_shape`.
     """
-    target = abstract_target(model.target)
-    found = _repeated(leaves(target, model.storage), target, model.target, num_parts)
+    config = as_loaded(model.target, num_parts)
+    target = abstract_target(config)
+    found = _repeated(leaves(target, model.storage), target, config, num_parts)
     if model.num_mtp_heads:
         head = leaves(abstract_mtp_head(model.target), model.storage, MTP)
         for i in range(model.num_mtp_heads):
