@@ -44,6 +44,7 @@ from mimo_jax.decode.step import (
 )
 from mimo_jax.decode.tree import MAX_NODES, tree_step
 from mimo_jax.models.params import transpose_weights
+from mimo_jax.models.unpacked import unpack_experts, unpacked_bytes
 from mimo_jax.quant.kv import KVFormat
 from mimo_jax.sharding import DATA, DECODE, MODEL
 from mimo_jax.timing import Stopwatch
@@ -72,13 +73,18 @@ def prefers_transposed(num_bytes: int) -> bool:
 def lay_out_for_decode[Config](model: Model[Config]) -> Model[Config]:
     """The model with its matrices as this platform's small matmuls read them fastest.
 
-    Models that outgrow the cache of a CPU are stored [out, in] (see layers/linear.py); all others
-    are returned as they are. Engines do this themselves; do it once and drop the original where
+    Models that outgrow the cache of a CPU are stored [out, in] (see layers/linear.py), float32 ones
+    that stay in it have their packed experts decoded (see models/unpacked.py); all others are
+    returned as they are. Engines do this themselves; do it once and drop the original where
     several engines share a large model.
     """
     if model.mesh is not None:
         return model
     if not prefers_transposed(sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))):
+        fits_cache = jax.default_backend() == "cpu" and unpacked_bytes(model.params) < _CACHE_BYTES
+        # Not in bfloat16: a CPU multiplies one token at 1 GB/s in that.
+        if fits_cache and isinstance(model.config, TargetConfig) and dtype_of(model) == jnp.float32:
+            return Model(model.config, *unpack_experts(model.graph, model.params))
         return model
     return Model(model.config, *transpose_weights(model.graph, model.params))
 

@@ -48,6 +48,7 @@ class PackedExperts(NamedTuple):
     down_scale: UInt8[Array, "e d _"]
 
 
+@jax.jit  # so that layers alike are traced once
 def run_packed(
     x: Float[Array, "t d"],
     expert_ids: Int[Array, "t top_k"],

@@ -17,6 +17,7 @@ the memory, made anew each step; hence the bytes are looked at as uint8. That vi
 when it is hoisted out of the loop, which the barrier around codes and index prevents.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, Shaped
 
-from mimo_jax.quant.fp8 import BLOCK_LEN, scale_rows
+from mimo_jax.quant.fp8 import BLOCK_LEN, num_blocks
 from pallas_kernels.formats import decode_e4m3
 
 # Weights of a CPU tile: 1 MB in float32, which stays in a core's L2.
@@ -56,19 +57,20 @@ def scaled_linear(x: Float[Array, "*b i"], w: Fp8Weight, *, out_dtype=None) -> F
     Example: x (1, 2), codes ((3, 4),), scale 0.5 -> 5.5.
     """
     rows = x.reshape(-1, x.shape[-1])
-    fits_blocks = x.shape[-1] % BLOCK_LEN == 0
-    # Float32 products of every column block against a 2-byte copy: out of proportion at 64 rows.
-    is_small = 4 * rows.shape[0] < 2 * BLOCK_LEN
-    out = jax.lax.platform_dependent(
-        rows,
-        w.codes,
-        w.scale,
-        cpu=lambda x, codes, scale: _by_tiles(x, Fp8Weight(codes, scale, w.num_chunks)),
-        default=lambda x, codes, scale: (_by_blocks if fits_blocks and is_small else _expanded)(
-            x, Fp8Weight(codes, scale, w.num_chunks)
-        ),
-    )
+    out = _of_platform(rows, w.codes, w.scale, num_chunks=w.num_chunks)
     return out.astype(out_dtype or x.dtype).reshape(*x.shape[:-1], w.codes.shape[0])
+
+
+# Compiled once per shape: 70 layers alike are traced as one.
+@functools.partial(jax.jit, static_argnames="num_chunks")
+def _of_platform(x, codes, scale, *, num_chunks: int):
+    by = lambda way: lambda x, codes, scale: way(x, Fp8Weight(codes, scale, num_chunks))
+    # Float32 products of every column block against a 2-byte copy: out of proportion at 64 rows.
+    is_small = 4 * x.shape[0] < 2 * BLOCK_LEN
+    in_blocks = is_small and x.shape[1] % BLOCK_LEN == 0
+    return jax.lax.platform_dependent(
+        x, codes, scale, cpu=by(_by_tiles), default=by(_by_blocks if in_blocks else _expanded)
+    )
 
 
 def tile_rows(num_rows: int, width: int, num_chunks: int) -> int:
@@ -87,8 +89,8 @@ def tile_rows(num_rows: int, width: int, num_chunks: int) -> int:
 def _by_tiles(x, w: Fp8Weight):
     num_rows, width = w.codes.shape
     x = x.astype(jnp.float32)
-    of_row = scale_rows(num_rows, w.num_chunks).astype(np.int32)
     rows = tile_rows(num_rows, width, w.num_chunks)
+    chunk_rows = num_rows // w.num_chunks
 
     def product(codes, scale):
         tile = jax.lax.optimization_barrier(decode_e4m3(codes) * _over_columns(scale, width))
@@ -96,14 +98,15 @@ def _by_tiles(x, w: Fp8Weight):
 
     if rows == num_rows:
         codes = jax.lax.bitcast_convert_type(w.codes, jnp.uint8)
-        return product(codes, jnp.take(w.scale, of_row, axis=0)).T
-    of_tile = jnp.asarray(of_row[::rows])
+        return product(codes, _over_rows(w)).T
 
     def write(i, out):
         codes, i = jax.lax.optimization_barrier((w.codes, i))
         codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
         codes = jax.lax.dynamic_slice_in_dim(codes, i * rows, rows)
-        scale = jax.lax.dynamic_slice_in_dim(w.scale, of_tile[i], 1)
+        chunk, row = i * rows // chunk_rows, i * rows % chunk_rows
+        scale_row = chunk * num_blocks(chunk_rows) + row // BLOCK_LEN
+        scale = jax.lax.dynamic_slice_in_dim(w.scale, scale_row, 1)
         return jax.lax.dynamic_update_slice(out, product(codes, scale), (i * rows, 0))
 
     out = jnp.zeros((num_rows, x.shape[0]), jnp.float32)
@@ -115,8 +118,7 @@ def _by_blocks(x, w: Fp8Weight):
     codes = w.codes.reshape(num_rows, width // BLOCK_LEN, BLOCK_LEN).astype(x.dtype)
     x = x.reshape(x.shape[0], width // BLOCK_LEN, BLOCK_LEN)
     parts = jnp.einsum("tbi,obi->bto", x, codes, preferred_element_type=jnp.float32)
-    scale = jnp.take(w.scale, scale_rows(num_rows, w.num_chunks), axis=0)
-    return jnp.einsum("bto,ob->to", parts, scale)
+    return jnp.einsum("bto,ob->to", parts, _over_rows(w))
 
 
 def _expanded(x, w: Fp8Weight):
@@ -125,9 +127,15 @@ def _expanded(x, w: Fp8Weight):
 
 def expand(w: Fp8Weight, dtype) -> Float[Array, "out in"]:
     """The weight in full. Example: codes ((3, 4),), scale 0.5 -> 1.5, 2.0."""
-    num_rows, width = w.codes.shape
-    scale = jnp.take(w.scale, scale_rows(num_rows, w.num_chunks), axis=0)
-    return (w.codes.astype(jnp.float32) * _over_columns(scale, width)).astype(dtype)
+    scale = _over_columns(_over_rows(w), w.codes.shape[1])
+    return (w.codes.astype(jnp.float32) * scale).astype(dtype)
+
+
+def _over_rows(w: Fp8Weight):
+    """[scale rows, blocks] -> [out, blocks]: each factor over its block's rows."""
+    num_rows, num_columns = w.codes.shape[0], w.scale.shape[1]
+    rows = jnp.repeat(w.scale.reshape(w.num_chunks, -1, num_columns), BLOCK_LEN, axis=1)
+    return rows[:, : num_rows // w.num_chunks].reshape(num_rows, num_columns)
 
 
 def _over_columns(scale, width: int):
