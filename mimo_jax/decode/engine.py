@@ -43,8 +43,8 @@ from mimo_jax.decode.step import (
     speculative_step,
 )
 from mimo_jax.decode.tree import MAX_NODES, tree_step
-from mimo_jax.models.params import transpose_weights
-from mimo_jax.models.unpacked import unpack_experts, unpacked_bytes
+from mimo_jax.models.params import flatten, transpose_weights
+from mimo_jax.models.unpacked import has_packed_experts, unpack_experts, unpacked_bytes
 from mimo_jax.quant.kv import KVFormat
 from mimo_jax.sharding import DATA, DECODE, MODEL
 from mimo_jax.timing import Stopwatch
@@ -81,12 +81,18 @@ def lay_out_for_decode[Config](model: Model[Config]) -> Model[Config]:
     if model.mesh is not None:
         return model
     if not prefers_transposed(sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))):
-        fits_cache = jax.default_backend() == "cpu" and unpacked_bytes(model.params) < _CACHE_BYTES
-        # Not in bfloat16: a CPU multiplies one token at 1 GB/s in that.
-        if fits_cache and isinstance(model.config, TargetConfig) and dtype_of(model) == jnp.float32:
-            return Model(model.config, *unpack_experts(model.graph, model.params))
-        return model
+        return _with_unpacked_experts(model)
     return Model(model.config, *transpose_weights(model.graph, model.params))
+
+
+def _with_unpacked_experts[Config](model: Model[Config]) -> Model[Config]:
+    if jax.default_backend() != "cpu" or not has_packed_experts(model.params):
+        return model
+    # Not in bfloat16, in which a CPU multiplies one token at 1 GB/s.
+    is_float32 = flatten(model.params)["embedding"].dtype == jnp.float32
+    if not is_float32 or unpacked_bytes(model.params) >= _CACHE_BYTES:
+        return model
+    return Model(model.config, *unpack_experts(model.graph, model.params))
 
 
 def _compiler_options() -> dict[str, str]:

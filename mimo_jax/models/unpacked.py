@@ -10,20 +10,25 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mimo_jax.models.params import flatten
 from mimo_jax.models.target import TargetLayer
 from pallas_kernels.formats import decode_mxfp4
 
 _INTO, _OUT_OF = ("embed", "experts", "expert_hidden"), ("experts", "expert_hidden", "embed")
 
 
+def has_packed_experts(params) -> bool:
+    """Whether a model's experts are in MXFP4."""
+    return any(name.endswith("experts_gate_scale") for name in flatten(params))
+
+
 def unpacked_bytes(params) -> int:
     """Bytes of a model with its packed experts in float32; of one without any, its own."""
     total = 0
-    for path, leaf in nnx.to_flat_state(params):
-        is_packed = str(path[-1]).startswith("experts_") and leaf.dtype == jnp.uint8
-        if not is_packed:
-            total += leaf.size * leaf.dtype.itemsize
-        elif not str(path[-1]).endswith("_scale"):
+    for name, leaf in flatten(params).items():
+        if leaf.dtype != jnp.uint8:
+            total += leaf.nbytes
+        elif not name.endswith("_scale"):
             total += 8 * leaf.size  # two weights a byte
     return total
 
