@@ -32,6 +32,7 @@ def get_config() -> PublishedModel:
         value_scale=0.612,
         norm_eps=1e-5,
         max_position=1048576,
+        is_fp8=True,
     )
     storage = StorageFormats(experts="mxfp4", projections="fp8", router="bf16")
     return PublishedModel("MiMo-V2.5-Pro", target, num_mtp_heads=3, storage=storage)

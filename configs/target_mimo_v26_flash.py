@@ -15,6 +15,7 @@ def get_config() -> PublishedModel:
     model = target_mimo_v25.get_config()
     moe = model.target.moe
     assert moe is not None
-    target = dataclasses.replace(model.target, moe=dataclasses.replace(moe, is_mxfp4=True))
+    packed = dataclasses.replace(moe, is_mxfp4=True)
+    target = dataclasses.replace(model.target, moe=packed, is_fp8=True)
     storage = StorageFormats(experts="mxfp4", projections="fp8", router="bf16")
     return dataclasses.replace(model, name="MiMo-V2.6-Flash", target=target, storage=storage)

@@ -163,6 +163,8 @@ class TargetConfig:
       norm_eps: Epsilon of every RMS norm.
       tie_embeddings: Whether the head is the transposed embedding.
       max_position: Longest sequence, prompt and output together.
+      is_fp8: The fused qkv and the dense SwiGLU matrices are held as FP8 codes with block scales
+        (layers/scaled.py), qkv in `num_fp8_chunks` stretches of rows [Q_c | K_c | V_c].
     """
 
     vocab_size: int
@@ -177,6 +179,7 @@ class TargetConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     max_position: int = 4096
+    is_fp8: bool = False
 
     def __post_init__(self):
         require(len(self.layer_kinds) > 0, "layer_kinds is empty; at least one layer is needed")
@@ -204,6 +207,13 @@ class TargetConfig:
             self.moe is not None or not any(self.is_moe_layer),
             "some layers are sparse but moe is None",
         )
+        for kind in set(self.layer_kinds) if self.is_fp8 else ():
+            a, chunks = self.attention[kind], self.num_fp8_chunks
+            require(
+                a.num_heads % chunks == 0 and a.num_kv_heads % chunks == 0,
+                f"is_fp8: {kind} heads ({a.num_heads} and {a.num_kv_heads}) must divide into "
+                f"{chunks} chunks, one per global KV head",
+            )
 
     def __hash__(self):
         fields = dataclasses.astuple(self)
@@ -212,6 +222,11 @@ class TargetConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layer_kinds)
+
+    @property
+    def num_fp8_chunks(self) -> int:
+        """Training shards of a fused FP8 qkv: as many as global layers have KV heads, or one."""
+        return self.attention[GLOBAL].num_kv_heads if GLOBAL in self.attention else 1
 
     def layer_attention(self, layer_idx: int) -> AttentionConfig:
         return self.attention[self.layer_kinds[layer_idx]]

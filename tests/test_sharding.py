@@ -3,6 +3,8 @@
 Run: .venv/bin/python -m pytest tests/test_sharding.py
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -10,8 +12,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from configs.tiny import tiny_target
-from mimo_jax.config import ConfigError
-from mimo_jax.models.params import abstract, logical_axes, partition_specs, transpose_weights
+from mimo_jax.config import AttentionConfig, ConfigError, TargetConfig
+from mimo_jax.models.params import (
+    abstract,
+    flatten,
+    logical_axes,
+    partition_specs,
+    transpose_weights,
+)
 from mimo_jax.models.target import Target
 from mimo_jax.sharding import (
     DECODE,
@@ -92,3 +100,34 @@ def test_constrain_places_an_array():
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 2)}
     x = jax.numpy.ones((3,))
     assert constrain(x, ("batch",), DECODE, None) is x
+
+
+def test_fp8_matrices_are_never_turned():
+    """Codes lie [out, in] as it is; only the output projection and the head are turned."""
+    a = AttentionConfig(
+        num_heads=4, num_kv_heads=2, head_dim=12, v_head_dim=10, rope_theta=1e4, rope_dim=4
+    )
+    config = TargetConfig(
+        vocab_size=30, hidden_size=20, layer_kinds=("global",), attention={"global": a},
+        dense_hidden_size=50, is_fp8=True,
+    )  # fmt: skip
+    graph, params = abstract(lambda: Target(config, rngs=nnx.Rngs(0)))
+    _, turned = transpose_weights(graph, params)
+    before = {name: leaf.shape for name, leaf in flatten(params).items()}
+    after = {name: leaf.shape for name, leaf in flatten(turned).items()}
+    assert before["layers.0.w_qkv"] == (92, 20)
+    assert before["layers.0.w_qkv_scale"] == (2, 1)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"layers.0.w_out", "head"}
+
+
+def test_chunks_without_whole_heads_are_refused():
+    a = AttentionConfig(
+        num_heads=4, num_kv_heads=4, head_dim=12, v_head_dim=10, rope_theta=1e4, rope_dim=4
+    )
+    sliding = dataclasses.replace(a, num_kv_heads=2, window=3)
+    with pytest.raises(ConfigError, match="is_fp8: sliding heads .4 and 2. must divide into 4"):
+        TargetConfig(
+            vocab_size=30, hidden_size=20, layer_kinds=("global", "sliding"),
+            attention={"global": a, "sliding": sliding}, dense_hidden_size=50, is_fp8=True,
+        )  # fmt: skip

@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "prefix": (options.Prefix, commands.run_prefix),
     "context": (options.Context, commands.run_context),
     "load": (options.Load, commands.run_load),
+    "moe": (options.Moe, commands.run_moe),
 }
 
 

@@ -7,7 +7,7 @@ import tempfile
 from rich.console import Console
 from rich.table import Table
 
-from mimo_jax.bench.options import Context, Decode, Drafters, Load, Lossless, Prefix
+from mimo_jax.bench.options import Context, Decode, Drafters, Load, Lossless, Moe, Prefix
 
 
 def run_prefix(arguments: Prefix) -> int:
@@ -377,4 +377,47 @@ def run_context(arguments: Context) -> int:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
         console.print(f"written to {arguments.json}")
+    return 0
+
+
+def run_moe(arguments: Moe) -> int:
+    """Measures every number of tokens, prints and writes the JSON."""
+    from mimo_jax.bench.moe_bench import Layer, compare_forms
+    from mimo_jax.config import ConfigError, require
+    from mimo_jax.train.provenance import machine
+    from pallas_kernels.formats import MX_GROUP_LEN
+
+    console = Console()
+    try:
+        for name in ("width", "hidden"):
+            size = getattr(arguments, name)
+            require(
+                size > 0 and size % MX_GROUP_LEN == 0,
+                f"{name} {size} is no multiple of {MX_GROUP_LEN}, a group of MXFP4",
+            )
+        require(
+            1 <= arguments.top_k <= arguments.experts,
+            f"top-k {arguments.top_k} must be in 1..experts {arguments.experts}",
+        )
+        require(min(arguments.tokens) >= 1, f"tokens {min(arguments.tokens)} must be >= 1")
+        require(arguments.rounds >= 1, f"rounds {arguments.rounds} must be >= 1")
+    except ConfigError as error:
+        console.print(f"bench: {error}")
+        return 2
+    layer = Layer(arguments.experts, arguments.top_k, arguments.width, arguments.hidden)
+    columns = {
+        "ms": ".3f",
+        "min_ms": ".3f",
+        "over_packed": ".2f",
+        "temp_mb": ",.2f",
+        "weights_per_ns": ".2f",
+    }
+    tables = {}
+    for t in arguments.tokens:
+        tables[str(t)] = rows = compare_forms(layer, t, rounds=arguments.rounds)
+        console.print(_table(f"Sparse layer, {t} tokens", rows, columns, of="form"))
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        results = {"machine": machine(), "layer": dataclasses.asdict(layer), "tokens": tables}
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0

@@ -139,3 +139,26 @@ class Load:
     """Layers of it, 0.2 GB each."""
     json: Path | None = Path("out/bench/load.json")
     """Where the figures are written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Moe:
+    """One layer of MXFP4 experts against every float32 form of it, in turn.
+
+    Takes about a minute on 2 quiet cores, and 0.5 GB.
+    """
+
+    experts: int = 16
+    """Experts of the layer."""
+    top_k: int = 2
+    """Chosen per token."""
+    width: int = 1024
+    """Of the model; a multiple of 32."""
+    hidden: int = 1024
+    """Of an expert; a multiple of 32."""
+    tokens: tuple[int, ...] = (1, 8, 64, 512)
+    """Tokens of a step."""
+    rounds: int = 9
+    """Calls of each form."""
+    json: Path | None = None
+    """Also write the figures here."""

@@ -208,14 +208,16 @@ def run_export(arguments: Export, console: Console) -> int:
     from mimo_jax.checkpoint.json_config import read_json
 
     is_published = arguments.layout == "published"
-    # Products of FP8 codes and scales need float32 to be written back bit for bit.
+    # Products of FP8 codes and scales (experts, MTP heads) need float32 to be found again.
     dtype = jnp.dtype("float32" if is_published else arguments.dtype)
     source, out = arguments.checkpoint, arguments.output
     if out.resolve() == source.resolve():
         raise ValueError(f"{out}: the output is the checkpoint itself; choose another directory")
     values = read_json(source / "config.json")
     projections = projection_layout(values, source / "config.json") if is_published else None
-    config, _, params = load_target(source, dtype, qkv_layout=arguments.qkv_layout)
+    config, _, params = load_target(
+        source, dtype, qkv_layout=arguments.qkv_layout, expands_fp8=not is_published
+    )
     kept = {key: values[key] for key in TOKEN_KEYS if values.get(key) is not None}
     drafter_dir = find_drafter(source)
     if drafter_dir is not None:

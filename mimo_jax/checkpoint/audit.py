@@ -27,10 +27,12 @@ from mimo_jax.checkpoint.hf_target import (
     is_ignored,
     mtp_leaves,
     num_mtp_layers,
+    open_kept,
     open_target,
     target_leaves,
 )
 from mimo_jax.checkpoint.json_config import read_json
+from mimo_jax.checkpoint.kept import KeptTensors
 from mimo_jax.checkpoint.name_map import Leaf
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError, SafetensorsDir
 from mimo_jax.config import ConfigError, TargetConfig
@@ -127,7 +129,7 @@ def _places(leaves: Iterable[Leaf], part: str) -> dict[str, str]:
     return {source: f"{part}{leaf.name}" for leaf in leaves for source in leaf.sources}
 
 
-def _target_places(config: TargetConfig, tensors: DecodedTensors) -> dict[str, str]:
+def _target_places(config: TargetConfig, tensors: DecodedTensors | KeptTensors) -> dict[str, str]:
     """Stored name -> where it goes, for a target with its MTP heads."""
     places = _places(target_leaves(config), "")
     for i in range(num_mtp_layers(tensors.tensors)):
@@ -135,7 +137,11 @@ def _target_places(config: TargetConfig, tensors: DecodedTensors) -> dict[str, s
     for name in tensors.tensors.names():
         if name.endswith("qkv_proj.weight"):
             first = name.replace("qkv_proj", QKV_PARTS[0])
-            places[name] = places.get(first, "NOWHERE")
+            places.setdefault(name, places.get(first, "NOWHERE"))
+    for name, place in list(places.items()):
+        if name.endswith("qkv_proj.weight"):  # kept in FP8, whatever the files hold it as
+            for part in QKV_PARTS:
+                places.setdefault(name.replace("qkv_proj", part), place)
     for name in tensors.tensors.names():
         if name.endswith("_scale_inv"):
             places[name] = places.get(name.removesuffix("_scale_inv"), "NOWHERE") + " (scale)"
@@ -145,7 +151,7 @@ def _target_places(config: TargetConfig, tensors: DecodedTensors) -> dict[str, s
     return places
 
 
-def _check_target(config: TargetConfig, tensors: DecodedTensors) -> None:
+def _check_target(config: TargetConfig, tensors: DecodedTensors | KeptTensors) -> None:
     name_map.check_leaves(
         tensors, target_leaves(config), is_ignored=lambda name: is_ignored(config, name)
     )
@@ -167,7 +173,7 @@ def audit_target(
     Example: pro-tiny -> 531 entries, problem None.
     """
     try:
-        config, tensors = open_target(directory, qkv_layout=qkv_layout)
+        config, tensors = open_kept(directory, qkv_layout=qkv_layout, num_parts=num_devices)
     except CheckpointError as error:
         return Audit((), str(error))
     entries = tuple(_entries(tensors.tensors, _target_places(config, tensors)))

@@ -191,38 +191,55 @@ class DecodedTensors:
         """One logical tensor or a region of it; read-only where it is a view of the file."""
         if name not in self._names:
             raise CheckpointError(f"{self.path}: no tensor {name!r}{nearest(name, self._names)}")
-        stored = self._stored(name)
-        is_fp8 = self.tensors.dtype(stored) == _FP8
+        stored, is_fp8 = self._stored(name), self.is_fp8(name)
         if not is_fp8 and name not in self._fused:
             return self.tensors.get(stored, region)
         rows, columns = (*region, slice(None), slice(None))[:2]
-        row = np.arange(self.shape(name)[0])
-        if name in self._fused:
-            prefix, part_idx = self._fused[name]
-            row = self._layouts[prefix].rows_of(part_idx)
-        row = row[rows]
+        row = self._stored_rows(name)[rows]
         # A slice where the rows follow each other: then nothing is copied before decoding.
         is_run = len(row) > 0 and bool((np.diff(row) == 1).all())
         where = slice(row[0], row[-1] + 1) if is_run else row
         array = self.tensors.get(stored)[where, columns]
         if not is_fp8:
             return array
-        scale, scale_row = self._scales(name, stored)
+        scales, scale_row = self.scale_rows(name)
+        scale = np.concatenate([self.tensors.get(other) for other in scales])
         first_column = columns.indices(self.shape(name)[1])[0]
-        return fp8.dequantize_rows(array, scale, scale_row[row], first_column)
+        return fp8.dequantize_rows(array, scale, scale_row[rows], first_column)
 
-    def _scales(self, name: str, stored: str) -> tuple[np.ndarray, np.ndarray]:
-        """Scales of a stored FP8 weight and the scale row of each of its rows."""
-        if name not in self._shared:
-            num_chunks = 1
-            if name in self._fused:
-                num_chunks = self._layouts[self._fused[name][0]].num_chunks
-            scale = self.tensors.get(stored + "_scale_inv")
-            return scale, fp8.scale_rows(self.tensors.shape(stored)[0], num_chunks)
-        prefix = self._shared[name]
-        layout = self._layouts[prefix]
-        place_k, place_v, _ = fp8.split_kv_scale_rows(layout.num_chunks, *layout.widths[1:])
-        scale = np.concatenate(
-            [self.tensors.get(f"{prefix}{part}.weight_scale_inv") for part in QKV_PARTS[1:]]
-        )
-        return scale, place_k if name.endswith("k_proj.weight") else place_v
+    def layout_of(self, prefix: str) -> QkvLayout:
+        """How the projections of an attention module are stored."""
+        return self._layouts[prefix]
+
+    def is_fp8(self, name: str) -> bool:
+        """Whether a logical tensor is stored as codes."""
+        return self.tensors.dtype(self._stored(name)) == _FP8
+
+    def codes(self, name: str) -> np.ndarray:
+        """The FP8 codes of a logical tensor, as they are stored."""
+        return self.tensors.get(self._stored(name))[self._stored_rows(name)]
+
+    def _stored_rows(self, name: str) -> np.ndarray:
+        """Row of the stored tensor that each row of a logical one is."""
+        if name in self._fused:
+            prefix, part_idx = self._fused[name]
+            return self._layouts[prefix].rows_of(part_idx)
+        return np.arange(self.shape(name)[0])
+
+    def scale_rows(self, name: str) -> tuple[tuple[str, ...], np.ndarray]:
+        """Scales of an FP8 tensor: stored names, and for each of its rows one of their rows.
+
+        Rows are counted over the scale tensors side by side: where keys and values were scaled
+        together there are two.
+        """
+        if name in self._shared:
+            prefix = self._shared[name]
+            layout = self._layouts[prefix]
+            place_k, place_v, _ = fp8.split_kv_scale_rows(layout.num_chunks, *layout.widths[1:])
+            both = tuple(f"{prefix}{part}{_SCALE}" for part in QKV_PARTS[1:])
+            return both, place_k if name.endswith("k_proj.weight") else place_v
+        stored, num_chunks = self._stored(name), 1
+        if name in self._fused:
+            num_chunks = self._layouts[self._fused[name][0]].num_chunks
+        rows = fp8.scale_rows(self.tensors.shape(stored)[0], num_chunks)
+        return (stored + "_scale_inv",), rows[self._stored_rows(name)]

@@ -9,7 +9,8 @@ and in Flash its weight too.
 
 What was read from such files is written bit for bit, in float32 (bfloat16 would have rounded FP8
 products) and in the layout it came from (blocks of the other one are cut elsewhere); that is why
-the caller names the layout. Codes and scales are found again from their products, so they are
+the caller names the layout. Codes that were kept (`is_fp8`) are written as they are. Those of what
+was decoded (FP8 experts, MTP heads) are found again, with their scales, from the products: they are
 those of the source where 448 is a block's largest code, as these files have it; a block that says
 the same under two scales (all codes below 448, none rounded) may come back under the other.
 
@@ -30,7 +31,7 @@ from mimo_jax.checkpoint import name_map
 from mimo_jax.checkpoint.decoded import FUSED, PROJECTION_LAYOUTS, QKV_PARTS, SPLIT, QkvLayout
 from mimo_jax.checkpoint.hf_target import mtp_leaves, qkv_layouts, target_leaves
 from mimo_jax.checkpoint.json_config import rotary_factor
-from mimo_jax.checkpoint.name_map import FLOAT32, UINT8, Leaf
+from mimo_jax.checkpoint.name_map import FLOAT32, FP8, Leaf
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError
 from mimo_jax.config import GLOBAL, SLIDING, TargetConfig
 from mimo_jax.models.params import flatten
@@ -42,7 +43,7 @@ _FUSED_STYLE = {
     "attention_projection_layout": FUSED,
 }
 _FLASH_STYLE = {"architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash"}
-_BF16, _FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
+_BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def published_config(
@@ -150,7 +151,7 @@ _Tensor = tuple[str, tuple[int, ...], np.dtype, Callable[[], np.ndarray]]
 
 
 def _is_fp8(source: str) -> bool:
-    """Weights beside the attention that the published files quantize, unless they are packed."""
+    """Weights beside the attention that the published files hold as FP8."""
     return source.endswith(("gate_proj.weight", "up_proj.weight", "down_proj.weight"))
 
 
@@ -159,7 +160,14 @@ def _tensors_of(
 ) -> Iterator[_Tensor]:
     """(name, shape, dtype, how to make it) of every tensor of some leaves."""
     for leaf in leaves:
-        if leaf.name.endswith("w_qkv"):
+        if projections == SPLIT and leaf.sources[0].endswith("qkv_proj.weight"):
+            prefix = leaf.sources[0].removesuffix("qkv_proj.weight")
+            codes, scale = (np.asarray(flat[leaf.name + end]) for end in ("", "_scale"))
+            yield from _split_codes(prefix, codes, scale, layouts[prefix])
+            continue
+        if projections == SPLIT and leaf.name.endswith("w_qkv_scale"):
+            continue  # written with the codes
+        if leaf.name.endswith("w_qkv") and leaf.dtype != FP8:
             prefix = leaf.sources[0].removesuffix(f"{QKV_PARTS[0]}.weight")
             qkv_tensors = _split_qkv if projections == SPLIT else _fused_qkv
             yield from qkv_tensors(prefix, leaf, flat, layouts[prefix])
@@ -167,13 +175,15 @@ def _tensors_of(
         for source_idx, source in enumerate(leaf.sources):
             shape = leaf.source_shape(source_idx)
             take = functools.partial(_take, leaf, flat, source_idx)
-            if _is_fp8(source) and leaf.dtype != UINT8:
+            if leaf.dtype is not None and (leaf.dtype != FLOAT32 or leaf.name.endswith("_scale")):
+                yield source, shape, leaf.dtype, take
+                continue
+            if _is_fp8(source):
                 yield from _fp8_pair(source, shape, take)
                 continue
             # The router's bias is float32 everywhere, its weight only in Flash's files.
             is_float32 = leaf.dtype == FLOAT32 and (projections == SPLIT or len(shape) == 1)
-            dtype = UINT8 if leaf.dtype == UINT8 else FLOAT32 if is_float32 else _BF16
-            yield source, shape, dtype, take
+            yield source, shape, FLOAT32 if is_float32 else _BF16, take
 
 
 def _take(leaf: Leaf, flat: dict, source_idx: int) -> np.ndarray:
@@ -188,6 +198,43 @@ def _fused_qkv(prefix: str, leaf: Leaf, flat: dict, layout: QkvLayout) -> Iterat
         return fused
 
     return _fp8_pair(f"{prefix}qkv_proj.weight", leaf.stored_shape, fuse, layout.num_chunks)
+
+
+def _split_codes(
+    prefix: str, codes: np.ndarray, scale: np.ndarray, layout: QkvLayout
+) -> Iterator[_Tensor]:
+    """Kept codes as Flash stores them; every block's scale goes where its rows' codes go.
+
+    Raises:
+      CheckpointError: If q has blocks that it shares with keys: Flash has no place for those.
+    """
+    of_row = fp8.scale_rows(len(codes), layout.num_chunks)
+    query, key, value = (layout.rows_of(i) for i in range(3))
+    place_k, place_v, num_key_scales = fp8.split_kv_scale_rows(
+        layout.num_chunks, len(key), len(value)
+    )
+    # Which scale of memory each scale of the files is; keys and values count as one stack.
+    query_scales = _source_of(fp8.scale_rows(len(query)), of_row[query])
+    both = _source_of(np.concatenate([place_k, place_v]), of_row[np.concatenate([key, value])])
+    if query_scales is None or both is None:
+        raise CheckpointError(f"{prefix}*: FP8 blocks of q and k meet; load with expands_fp8=True")
+    parts = (
+        ("q_proj", query, query_scales),
+        ("k_proj", key, both[:num_key_scales]),
+        ("v_proj", value, both[num_key_scales:]),
+    )
+    for part, rows, scales in parts:
+        name = f"{prefix}{part}.weight"
+        yield name, (len(rows), codes.shape[1]), FP8, functools.partial(np.take, codes, rows, 0)
+        shape = (len(scales), scale.shape[1])
+        yield name + "_scale_inv", shape, FLOAT32, functools.partial(np.take, scale, scales, 0)
+
+
+def _source_of(place: np.ndarray, source: np.ndarray) -> np.ndarray | None:
+    """For each place the source that all its rows name; None if they name several."""
+    found = np.zeros(place.max() + 1, np.int64)
+    found[place] = source
+    return found if bool((found[place] == source).all()) else None
 
 
 def _split_qkv(prefix: str, leaf: Leaf, flat: dict, layout: QkvLayout) -> Iterator[_Tensor]:
@@ -245,7 +292,7 @@ def _fp8_tensors(
         return made.pop(idx)
 
     for i, (name, (shape, scale_shape)) in enumerate(shapes.items()):
-        yield name, shape, _FP8, functools.partial(part, 2 * i)
+        yield name, shape, FP8, functools.partial(part, 2 * i)
         yield name + "_scale_inv", scale_shape, FLOAT32, functools.partial(part, 2 * i + 1)
 
 

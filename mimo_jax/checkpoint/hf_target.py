@@ -1,14 +1,17 @@
 """Weights of published targets, in both directions: the name map, strictness, formats.
 
 Every tensor has a place or is on the ignore list, every parameter is filled. How tensors are
-stored (FP8 blocks, a fused qkv) is the business of `decoded.py`; MXFP4 experts stay packed.
+stored (FP8 blocks, a fused qkv) is the business of `decoded.py`. MXFP4 experts stay packed, and FP8
+projections codes (`kept.py`) unless asked otherwise; config.json does not tell, the tensors do.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
+from absl import logging
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
@@ -17,19 +20,23 @@ from mimo_jax.checkpoint.decoded import (
     PLAIN,
     PROJECTION_LAYOUTS,
     QKV_LAYOUTS,
+    QKV_PARTS,
     SPLIT,
     DecodedTensors,
     QkvLayout,
 )
 from mimo_jax.checkpoint.hf_target_config import target_config_from_json, target_config_to_json
 from mimo_jax.checkpoint.json_config import Keys, read_json
+from mimo_jax.checkpoint.kept import KeptTensors, attention_prefix, keep
 from mimo_jax.checkpoint.layout import memory_layout
 from mimo_jax.checkpoint.name_map import FLOAT32, Leaf
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError, SafetensorsDir
-from mimo_jax.config import SLIDING, TargetConfig
+from mimo_jax.config import SLIDING, ConfigError, TargetConfig
+from mimo_jax.models.cut import fp8_misfit
 from mimo_jax.models.mtp import MtpConfig, MtpHead, mtp_drafter, mtp_layer_config
 from mimo_jax.models.params import abstract, flatten, unflatten
 from mimo_jax.models.target import Target
+from mimo_jax.sharding import MODEL, mesh_sizes
 
 # Tensors that a text-only load leaves aside: draft heads, other towers, derived tables.
 MTP_PREFIX = "model.mtp.layers."
@@ -83,13 +90,15 @@ def _layer_leaves(
     theirs = theirs or f"model.layers.{layer_idx}."
     attn, mlp = theirs + "self_attn.", theirs + "mlp."
     q, k, v = a.qkv_widths
+    parts = {attn + "q_proj.weight": q, attn + "k_proj.weight": k, attn + "v_proj.weight": v}
+    if config.is_fp8:
+        fused, chunks = attn + "qkv_proj.weight", config.num_fp8_chunks
+        qkv = name_map.fp8_blocks(ours + "w_qkv", fused, q + k + v, d, chunks)
+    else:
+        qkv = [name_map.columns(ours + "w_qkv", d, parts)]
     leaves = [
         name_map.plain(ours + "attention_norm", theirs + "input_layernorm.weight", d),
-        name_map.columns(
-            ours + "w_qkv",
-            d,
-            {attn + "q_proj.weight": q, attn + "k_proj.weight": k, attn + "v_proj.weight": v},
-        ),
+        *qkv,
         name_map.columns(ours + "w_out", a.out_width, {attn + "o_proj.weight": d}),
         name_map.plain(ours + "ffn_norm", f"{theirs}{ffn_norm}.weight", d),
     ]
@@ -103,6 +112,12 @@ def _layer_leaves(
     moe = config.moe
     if moe is None or not config.is_moe_layer[layer_idx]:
         f = config.dense_hidden_size
+        if config.is_fp8:
+            return leaves + [
+                *name_map.fp8_blocks(ours + "w_gate", mlp + "gate_proj.weight", f, d),
+                *name_map.fp8_blocks(ours + "w_up", mlp + "up_proj.weight", f, d),
+                *name_map.fp8_blocks(ours + "w_down", mlp + "down_proj.weight", d, f),
+            ]
         return leaves + [
             name_map.columns(ours + "w_gate", d, {mlp + "gate_proj.weight": f}),
             name_map.columns(ours + "w_up", d, {mlp + "up_proj.weight": f}),
@@ -207,6 +222,40 @@ def open_target(
     return config, DecodedTensors(tensors, layouts)
 
 
+def open_kept(
+    directory: str | os.PathLike, *, qkv_layout: str | None = None, num_parts: int = 1
+) -> tuple[TargetConfig, DecodedTensors | KeptTensors]:
+    """As `open_target`, FP8 projections kept as codes where memory can hold them so.
+
+    Where it cannot (files without FP8, blocks across chunks, devices that would share a chunk) the
+    config says so, `is_fp8` False, and tensors are floats; a line is logged if there are codes.
+
+    Args:
+      directory: Holds config.json and the safetensors.
+      qkv_layout: See `open_target`.
+      num_parts: Devices along "model" of a decode mesh.
+
+    Raises:
+      CheckpointError: As `open_target`.
+    """
+    config, decoded = open_target(directory, qkv_layout=qkv_layout)
+    first = f"{attention_prefix(0)}{QKV_PARTS[0]}.weight"
+    if first not in decoded or not decoded.is_fp8(first):
+        return config, decoded
+    try:
+        in_codes = dataclasses.replace(config, is_fp8=True)
+    except ConfigError as error:
+        reason = str(error)
+    else:
+        reason = fp8_misfit(in_codes, num_parts)
+        kept = keep(decoded, in_codes) if reason is None else reason
+        if isinstance(kept, KeptTensors):
+            return in_codes, kept
+        reason = kept
+    logging.warning("%s: FP8 projections are expanded: %s", directory, reason)
+    return config, decoded
+
+
 def is_ignored(config: TargetConfig, name: str) -> bool:
     """Whether a tensor of the files is expected to have no place in the text backbone."""
     if config.tie_embeddings and name == "lm_head.weight":
@@ -221,12 +270,14 @@ def load_target(
     qkv_layout: str | None = None,
     mesh: Mesh | None = None,
     is_transposed: bool = False,
+    expands_fp8: bool = False,
     sharding_of: Callable[[str], NamedSharding] | None = None,
     on_progress: Callable[[int, int], object] = lambda done_bytes, total_bytes: None,
 ):
     """A target from a published checkpoint directory.
 
-    FP8 weights are decoded; MXFP4 experts stay packed. Every device's part is read directly.
+    FP8 projections stay codes and MXFP4 experts packed; FP8 experts are decoded. Every device's
+    part is read directly.
 
     Args:
       directory: Holds config.json and the safetensors.
@@ -235,7 +286,10 @@ def load_target(
       qkv_layout: See `open_target`.
       mesh: Of `sharding.DECODE`: every device's part is read directly; None = the default device.
       is_transposed: Keep matrices [out, in] as the files have them; see `layers/linear.py`.
-      sharding_of: Parameter name -> NamedSharding on a mesh of `sharding.TRAIN`, instead of mesh.
+      expands_fp8: Decode FP8 projections to dtype, as is done where memory cannot hold the codes;
+        see `open_kept`.
+      sharding_of: Parameter name -> NamedSharding on a mesh of `sharding.TRAIN`, instead of mesh;
+        FP8 is expanded, for training's cuts know no blocks.
       on_progress: Called after each parameter with (bytes so far, bytes in all).
 
     Returns:
@@ -246,7 +300,11 @@ def load_target(
       CheckpointError: One line naming file and key.
       ConfigError: If an axis does not divide over the mesh.
     """
-    config, tensors = open_target(directory, qkv_layout=qkv_layout)
+    if expands_fp8 or sharding_of is not None:
+        config, tensors = open_target(directory, qkv_layout=qkv_layout)
+    else:
+        num_parts = 1 if mesh is None else mesh_sizes(mesh)[MODEL]
+        config, tensors = open_kept(directory, qkv_layout=qkv_layout, num_parts=num_parts)
     if dtype is None and "model.embed_tokens.weight" in tensors:
         dtype = tensors.dtype("model.embed_tokens.weight")
     make = lambda: Target(config, rngs=nnx.Rngs(0), dtype=dtype)
@@ -344,10 +402,15 @@ def save_target(
       max_shard_bytes: A file is cut before it would grow larger.
 
     Raises:
-      CheckpointError: If the family's format cannot express the model, or extra_config repeats a
-        key that the model decides.
+      CheckpointError: If the family's format cannot express the model (FP8 codes: load expanded),
+        or extra_config repeats a key that the model decides.
     """
     path = Path(directory) / "config.json"
+    if config.is_fp8:
+        raise CheckpointError(
+            f"{path}: this layout holds no FP8 codes; load the target with expands_fp8=True, or "
+            "save it as published"
+        )
     values, extra = target_config_to_json(config, dtype, path), dict(extra_config or {})
     for key in extra:
         if key in values:

@@ -25,6 +25,7 @@ import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError, aligned_empty, nearest
+from mimo_jax.quant import fp8
 from pallas_kernels.formats import MX_GROUP_LEN
 
 _BYTE_DTYPES = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e8m0fnu))
@@ -46,7 +47,7 @@ class Leaf:
       is_turned: Whether a matrix is [in, out] in memory; False keeps the order of the file.
       offsets: First row of each part within its tensor, where parts are pieces; () = all 0.
       dtype: Of its own whatever the dtype of the model: float32 for the router and its bias, uint8
-        for packed experts; None = the model's.
+        for packed experts, FP8 for codes that are kept; None = the model's.
     """
 
     name: str
@@ -193,6 +194,7 @@ def _overlap(slot: tuple, shape: tuple[int, ...], wanted: list[range]):
 
 
 FLOAT32, UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def plain(name: str, source: str, *shape: int, dtype: np.dtype | None = None) -> Leaf:
@@ -234,14 +236,31 @@ def mxfp4_experts(
     ]
 
 
+def fp8_blocks(name: str, source: str, out: int, width_in: int, num_chunks: int = 1) -> list[Leaf]:
+    """A matrix [out, width_in] of FP8 codes and its block scales, as they stand; see `kept.py`."""
+    scale_shape = fp8.scale_shape((out, width_in), num_chunks)
+    return [
+        plain(name, source, out, width_in, dtype=FP8),
+        plain(f"{name}_scale", f"{source}_scale_inv", *scale_shape, dtype=FLOAT32),
+    ]
+
+
 def zeros(name: str, *shape: int) -> Leaf:
     """A float32 parameter that the files do not have."""
     return Leaf(name, (), (shape,), is_plain=True, dtype=FLOAT32)
 
 
+# What a file may hold for a parameter of a dtype of its own; see FLOAT32 for all others.
+_ALLOWED = {
+    UINT8: (_BYTE_DTYPES, "uint8"),
+    FP8: ((FP8,), "FP8"),
+    FLOAT32: (_FLOAT_DTYPES, "float32, float16, bfloat16, FP8"),
+}
+
+
 @runtime_checkable
 class Tensors(Protocol):
-    """What the name map reads: `SafetensorsDir` or `DecodedTensors`."""
+    """What the name map reads: `SafetensorsDir`, `DecodedTensors` or `KeptTensors`."""
 
     path: Path
 
@@ -367,8 +386,8 @@ def check_leaves(
                     f"expected {list(expected)}"
                 )
             dtype = tensors.dtype(alias[source])
-            if dtype not in (_BYTE_DTYPES if leaf.dtype == UINT8 else _FLOAT_DTYPES):
-                allowed = "uint8" if leaf.dtype == UINT8 else "float32, float16, bfloat16, FP8"
+            allowed_dtypes, allowed = _ALLOWED.get(leaf.dtype, _ALLOWED[FLOAT32])
+            if dtype not in allowed_dtypes:
                 raise CheckpointError(
                     f"{tensors.file_of(alias[source])}: {source!r} is {dtype}; allowed: {allowed}"
                 )

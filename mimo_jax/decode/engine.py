@@ -43,7 +43,8 @@ from mimo_jax.decode.step import (
 )
 from mimo_jax.decode.tree import MAX_NODES, tree_step
 from mimo_jax.models.kernels import use_kernels, why_not
-from mimo_jax.models.params import transpose_weights
+from mimo_jax.models.params import flatten, transpose_weights
+from mimo_jax.models.unpacked import has_packed_experts, unpack_experts, unpacked_bytes
 from mimo_jax.quant.kv import KVFormat
 from mimo_jax.sharding import DATA, DECODE, MODEL
 from mimo_jax.timing import Stopwatch
@@ -75,8 +76,9 @@ def lay_out_for_decode[Config](
 ) -> Model[Config]:
     """The model with its matrices as this platform's small matmuls read them fastest.
 
-    Models that outgrow the cache of a CPU are stored [out, in] (see layers/linear.py); on a Hopper
-    GPU those that can go to the kernels (models/kernels.py); all others are returned as they are.
+    Models that outgrow the cache of a CPU are stored [out, in] (see layers/linear.py), float32 ones
+    that stay in it have their packed experts decoded (see models/unpacked.py); on a Hopper GPU
+    those that can go to the kernels (see models/kernels.py); all others are returned as they are.
     Engines do this themselves; do it once and drop the original where several engines share a
     large model.
 
@@ -93,8 +95,18 @@ def lay_out_for_decode[Config](
     if model.mesh is not None:
         return model
     if not prefers_transposed(sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))):
-        return model
+        return _with_unpacked_experts(model)
     return Model(model.config, *transpose_weights(model.graph, model.params))
+
+
+def _with_unpacked_experts[Config](model: Model[Config]) -> Model[Config]:
+    if jax.default_backend() != "cpu" or not has_packed_experts(model.params):
+        return model
+    # Not in bfloat16, in which a CPU multiplies one token at 1 GB/s.
+    is_float32 = flatten(model.params)["embedding"].dtype == jnp.float32
+    if not is_float32 or unpacked_bytes(model.params) >= _CACHE_BYTES:
+        return model
+    return Model(model.config, *unpack_experts(model.graph, model.params))
 
 
 def _compiler_options() -> dict[str, str]:

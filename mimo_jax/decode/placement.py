@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mimo_jax.cache import KVCache
 from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
-from mimo_jax.models.cut import cut_model, cut_shapes, part_graph, replicate_model
+from mimo_jax.models.cut import as_loaded, cut_model, cut_shapes, part_graph, replicate_model
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import abstract, flatten, named_shardings
 from mimo_jax.models.target import Target
@@ -80,10 +80,13 @@ def shapes_on_mesh[Config: (TargetConfig, DrafterConfig)](
 ) -> Model[Config]:
     """A model without arrays, cut over a mesh: to compile its programs for devices nobody has.
 
+    FP8 that the mesh cannot cut counts as expanded, as loaders do.
+
     Raises:
       ConfigError: As `place_on_mesh`.
     """
     if isinstance(config, TargetConfig):
+        config = as_loaded(config, mesh_sizes(mesh)[MODEL])
         graph, shapes = abstract(lambda: Target(config, rngs=nnx.Rngs(0), dtype=dtype))
     else:
         graph, shapes = abstract(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype))

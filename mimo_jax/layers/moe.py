@@ -13,8 +13,7 @@ own, which may drop a token: `layers/dispatch.py`):
               weighted by zero: 8 tokens choosing 2 of 8 touch about 7 experts anyway. (Batched
               over experts the same products took 3x the time on XLA:CPU.)
   * grouped:  many tokens. Sort by expert, `lax.ragged_dot`.
-  * packed:   MXFP4 experts, decoded where they are used: chosen ones gathered for a few tokens, one
-              expert after the other for many: a prompt never decodes a whole layer at once.
+  * packed:   MXFP4 experts, decoded where they are used: `layers/packed.py`.
 """
 
 from collections.abc import Callable
@@ -22,20 +21,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int
 
 from mimo_jax.layers.linear import linear
-from pallas_kernels.formats import decode_mxfp4
-
-# Up to a draft block of 8 with 8 experts each; past it, gathering would decode experts many times.
-MAX_GATHERED_ROWS = 64
+from mimo_jax.layers.packed import PackedExperts as PackedExperts
+from mimo_jax.layers.packed import run_packed
+from mimo_jax.layers.scaled import Fp8Weight
 
 
 def swiglu(
     x: Float[Array, "*b d"],
-    w_gate: Float[Array, "_ _"],
-    w_up: Float[Array, "_ _"],
-    w_down: Float[Array, "_ _"],
+    w_gate: Float[Array, "_ _"] | Fp8Weight,
+    w_up: Float[Array, "_ _"] | Fp8Weight,
+    w_down: Float[Array, "_ _"] | Fp8Weight,
     *,
     is_transposed: bool = False,
     sum_over: str | None = None,
@@ -91,17 +89,6 @@ class Experts(NamedTuple):
     down: Float[Array, "e f d"]
 
 
-class PackedExperts(NamedTuple):
-    """MXFP4 weights of one layer's experts as the files hold them: rows are outputs."""
-
-    gate: UInt8[Array, "e f _"]
-    gate_scale: UInt8[Array, "e f _"]
-    up: UInt8[Array, "e f _"]
-    up_scale: UInt8[Array, "e f _"]
-    down: UInt8[Array, "e d _"]
-    down_scale: UInt8[Array, "e d _"]
-
-
 def run_experts(
     x: Float[Array, "t d"],
     expert_ids: Int[Array, "t top_k"],
@@ -111,8 +98,7 @@ def run_experts(
     """Weighted sum of the chosen experts' SwiGLU, exact; picks the way by the number of tokens."""
     t, top_k = expert_ids.shape
     if isinstance(experts, PackedExperts):
-        run = _run_gathered if t * top_k <= MAX_GATHERED_ROWS else _run_one_by_one
-        return run(x, expert_ids, weights, experts)
+        return run_packed(x, expert_ids, weights, experts)
     e = experts.down.shape[0]
     if t == 1 or t * top_k < e // 2:
         return _run_sliced(x, expert_ids, weights, experts)
@@ -174,40 +160,6 @@ def _run_dense(x, expert_ids, weights, experts):
     gate, up = x @ experts.gate.reshape(d, e * f), x @ experts.up.reshape(d, e * f)
     hidden = (jax.nn.silu(gate) * up).reshape(t, e, f) * weight_of_expert[:, :, None]
     return hidden.reshape(t, e * f) @ experts.down.reshape(e * f, d)
-
-
-def _run_gathered(x, expert_ids, weights, experts):
-    """One row per (token, chosen expert): gather, decode and reduce fuse into one pass."""
-    t, top_k = expert_ids.shape
-    flat_ids = expert_ids.reshape(-1)
-
-    def product(rows, packed, scale):
-        chosen = (jnp.take(array, flat_ids, axis=0) for array in (packed, scale))
-        return jnp.einsum("ri,roi->ro", rows, decode_mxfp4(*chosen).astype(rows.dtype))
-
-    rows = jnp.repeat(x, top_k, axis=0)
-    gate = product(rows, experts.gate, experts.gate_scale)
-    hidden = jax.nn.silu(gate) * product(rows, experts.up, experts.up_scale)
-    out = product(hidden, experts.down, experts.down_scale)
-    out = out * weights.reshape(-1)[:, None].astype(x.dtype)
-    return out.reshape(t, top_k, -1).sum(axis=1)
-
-
-def _run_one_by_one(x, expert_ids, weights, experts):
-    """All tokens through every expert, weighted by zero where not chosen; one decoded at a time."""
-    e = experts.down.shape[0]
-    chosen = jax.nn.one_hot(expert_ids, e, dtype=jnp.float32)
-    weight_of_expert = jnp.einsum("tke,tk->et", chosen, weights).astype(x.dtype)
-
-    def add(total, expert):
-        weight, packed = expert
-        decode = lambda w, scale: decode_mxfp4(w, scale).astype(x.dtype)
-        gate = x @ decode(packed.gate, packed.gate_scale).T
-        hidden = jax.nn.silu(gate) * (x @ decode(packed.up, packed.up_scale).T)
-        out = (hidden * weight[:, None]) @ decode(packed.down, packed.down_scale).T
-        return total + out, None
-
-    return jax.lax.scan(add, jnp.zeros_like(x), (weight_of_expert, experts))[0]
 
 
 def _run_grouped(x, expert_ids, weights, experts):

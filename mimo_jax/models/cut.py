@@ -7,7 +7,9 @@ the same as on one device, plus one sum per layer half (`mesh_axis`).
 
 The fused projections are [Q | K | V] over all heads; a device must hold its own heads of all three,
 so their columns are put in device order first: [Q0 K0 V0 | Q1 K1 V1 | ...]. Fewer KV heads than
-devices are repeated: devices that share a head each keep a copy of it, in weights and cache.
+devices are repeated: devices that share a head each keep a copy of it, in weights and cache. A
+projection in FP8 lies in chunks [Q_c | K_c | V_c] already, whose blocks cannot be cut: every device
+takes whole chunks.
 
 Rejected: leaving the partition to XLA (Auto axes). It is free to gather a cache or the logits, and
 the number of collectives per layer is then a discovery instead of a rule.
@@ -24,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mimo_jax.config import AttentionConfig, ConfigError, DrafterConfig, TargetConfig
 from mimo_jax.models.params import partition_specs
+from mimo_jax.quant import fp8
 from mimo_jax.sharding import DECODE, MODEL, fitting_parts, mesh_sizes
 
 
@@ -58,12 +61,43 @@ def attention_part(a: AttentionConfig, num_parts: int, name: str) -> AttentionCo
     return dataclasses.replace(a, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
+def fp8_misfit(config: TargetConfig, num_parts: int) -> str | None:
+    """Why FP8 weights cannot be cut into parts, in one line; None if they can or there are none.
+
+    Example: 4 chunks over 8 devices -> "FP8 qkv of 4 chunks cannot be cut into 8 parts of whole
+      chunks".
+    """
+    if not config.is_fp8:
+        return None
+    if config.num_fp8_chunks % num_parts:
+        return (
+            f"FP8 qkv of {config.num_fp8_chunks} chunks cannot be cut into {num_parts} parts of "
+            "whole chunks"
+        )
+    has_dense = not all(config.is_moe_layer)
+    if has_dense and num_parts > 1 and config.dense_hidden_size % (num_parts * fp8.BLOCK_LEN):
+        return (
+            f"FP8 dense_hidden_size {config.dense_hidden_size} cannot be cut into {num_parts} "
+            f"parts of whole blocks of {fp8.BLOCK_LEN}"
+        )
+    return None
+
+
+def as_loaded(config: TargetConfig, num_parts: int) -> TargetConfig:
+    """The config that a loader gives for so many devices: without FP8 where it cannot be cut."""
+    misfit = fp8_misfit(config, num_parts)
+    return config if misfit is None else dataclasses.replace(config, is_fp8=False)
+
+
 def target_part(config: TargetConfig, num_parts: int) -> TargetConfig:
     """Config of one device's part of a target.
 
     Raises:
       ConfigError: If an axis does not divide; says which, its size and what would fit.
     """
+    misfit = fp8_misfit(config, num_parts)
+    if misfit is not None:
+        raise ConfigError(f"{misfit}; load the weights expanded (is_fp8=False)")
     moe = config.moe
     if moe is not None:
         hidden = _divide("moe hidden_size", moe.hidden_size, num_parts)
@@ -125,11 +159,13 @@ def device_order(groups: list[tuple[int, int]], num_parts: int) -> np.ndarray:
 
 
 def fused_groups(config: TargetConfig | DrafterConfig, name: str) -> list[tuple[int, int]] | None:
-    """(heads, width) groups of a parameter that is a fused projection; None for all others."""
+    """(heads, width) groups of a parameter that is a fused projection [Q | K | V]; else None."""
     leaf = name.split(".")[-1]
     if leaf not in ("w_qkv", "w_kv"):
         return None
     if isinstance(config, TargetConfig):
+        if config.is_fp8:
+            return None
         a = config.layer_attention(int(name.split(".")[1]))
     else:
         a = config.attention

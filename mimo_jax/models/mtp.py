@@ -39,6 +39,7 @@ def mtp_layer_config(config: TargetConfig) -> TargetConfig:
         attention={SLIDING: config.attention[SLIDING]},
         moe=None,
         is_moe_layer=(False,),
+        is_fp8=False,
     )
 
 

@@ -112,8 +112,9 @@ def transpose_weights(graph, params):
 
     Parameters may be shapes (jax.ShapeDtypeStruct).
 
-    The module's `is_transposed` tells its forward. Embeddings and expert stacks are stored that
-    way already and stay. Each matrix is copied once; the given params may be dropped.
+    The module's `is_transposed` tells its forward. Embeddings, expert stacks and FP8 codes with
+    their scales are stored that way already and stay. Each matrix is copied once; the given params
+    may be dropped.
 
     Example: w_qkv [192, 448] -> [448, 192].
     """
@@ -126,7 +127,8 @@ def transpose_weights(graph, params):
             holder.is_transposed = True
         for name, leaf in list(vars(holder).items()):
             is_matrix = isinstance(leaf, nnx.Param) and len(leaf.shape) == 2
-            if is_matrix and name not in ("embedding", "w_router"):
+            is_fp8 = hasattr(holder, f"{name}_scale") or name.endswith("_scale")
+            if is_matrix and not is_fp8 and name not in ("embedding", "w_router"):
                 axes, value = leaf.get_metadata("logical_axes")[::-1], leaf.get_value()
                 if isinstance(value, jax.ShapeDtypeStruct):
                     turned = jax.ShapeDtypeStruct(value.shape[::-1], value.dtype)

@@ -30,10 +30,12 @@ from mimo_jax.layers.attention import (
 from mimo_jax.layers.linear import linear, psum_over
 from mimo_jax.layers.norm import add_and_norm, rms_norm
 from mimo_jax.layers.rope import apply_rope, inverse_frequencies, rope_tables
+from mimo_jax.layers.scaled import Fp8Weight, join_chunks
 from mimo_jax.layers.tiled_experts import TiledExperts
 from mimo_jax.layers.vocab import embed_rows, first_id
 from mimo_jax.models.block_attention import Block, attend_block, block_of, chain
 from mimo_jax.models.params import weight
+from mimo_jax.quant import fp8
 from mimo_jax.quant.kv import KVFormat
 from pallas_kernels.dispatch import XLA
 from pallas_kernels.formats import MX_GROUP_LEN
@@ -72,7 +74,11 @@ class TargetLayer(nnx.Module):
         d, geometry = config.hidden_size, config.layer_attention(layer_idx)
         out_scale = (2 * config.num_layers) ** -0.5
         self.attention_norm = weight(rngs, (d,), ("embed",), fill=1.0, dtype=dtype)
-        self.w_qkv = weight(rngs, (d, sum(geometry.qkv_widths)), ("embed", "heads"), dtype=dtype)
+        width = sum(geometry.qkv_widths)
+        if config.is_fp8:
+            self._declare_fp8("w_qkv", rngs, (width, d), ("heads", "embed"), config.num_fp8_chunks)
+        else:
+            self.w_qkv = weight(rngs, (d, width), ("embed", "heads"), dtype=dtype)
         if config.use_qk_norm:
             h = geometry.head_dim
             self.q_norm = weight(rngs, (h,), (None,), fill=1.0, dtype=dtype)
@@ -98,6 +104,11 @@ class TargetLayer(nnx.Module):
             axes = ("experts", "expert_hidden", "embed")
             scale = out_scale * f**-0.5
             self.experts_down = weight(rngs, (e, f, d), axes, scale=scale, dtype=dtype)
+        elif config.is_fp8:
+            f = config.dense_hidden_size
+            self._declare_fp8("w_gate", rngs, (f, d), ("hidden", "embed"))
+            self._declare_fp8("w_up", rngs, (f, d), ("hidden", "embed"))
+            self._declare_fp8("w_down", rngs, (d, f), ("embed", "hidden"))
         else:
             f = config.dense_hidden_size
             self.w_gate = weight(rngs, (d, f), ("embed", "hidden"), dtype=dtype)
@@ -118,6 +129,21 @@ class TargetLayer(nnx.Module):
         self.experts_gate, self.experts_gate_scale = packed((e, f, d), into_hidden)
         self.experts_up, self.experts_up_scale = packed((e, f, d), into_hidden)
         self.experts_down, self.experts_down_scale = packed((e, d, f), out_of_hidden)
+
+    def _declare_fp8(self, name: str, rngs: nnx.Rngs, shape, axes, num_chunks: int = 1) -> None:
+        """As the files hold it, [out, in], with one scale per block; zero until loaded."""
+        # A block's columns of "embed" are never cut: decoding does not, and training has no FP8.
+        scale_axes = tuple(None if axis == "embed" else axis for axis in axes)
+        blocks = fp8.scale_shape(shape, num_chunks)
+        setattr(self, name, weight(rngs, shape, axes, fill=0, dtype=jnp.float8_e4m3fn))
+        scale = weight(rngs, blocks, scale_axes, fill=0, dtype=jnp.float32)
+        setattr(self, f"{name}_scale", scale)
+
+    def matrix(self, name: str, num_chunks: int = 1) -> Array | Fp8Weight:
+        """A projection in the form that `linear` takes, whichever is held."""
+        scale = getattr(self, f"{name}_scale", None)
+        values = getattr(self, name)[...]
+        return values if scale is None else Fp8Weight(values, scale[...], num_chunks)
 
     def experts(self) -> moe.Experts | moe.PackedExperts | TiledExperts:
         """The expert stacks of a sparse layer."""
@@ -586,7 +612,10 @@ def run_layers(
     norms.append(model.final_norm)
     normed = rms_norm(x, norms[0][...], eps=config.norm_eps)
     for layer_idx, layer in enumerate(model.layers):
-        qkv = linear(normed, layer.w_qkv[...], is_transposed=model.is_transposed)
+        chunks = config.num_fp8_chunks
+        qkv = linear(normed, layer.matrix("w_qkv", chunks), is_transposed=model.is_transposed)
+        if config.is_fp8:
+            qkv = join_chunks(qkv, config.layer_attention(layer_idx).qkv_widths, chunks)
         mixed = meet(layer_idx, layer, qkv)
         out = linear(
             mixed, layer.w_out[...], is_transposed=model.is_transposed, sum_over=model.mesh_axis
@@ -597,7 +626,7 @@ def run_layers(
             routing += chosen
             out = psum_over(out, model.mesh_axis)
         else:
-            matrices = (layer.w_gate[...], layer.w_up[...], layer.w_down[...])
+            matrices = [layer.matrix(name) for name in ("w_gate", "w_up", "w_down")]
             out = moe.swiglu(
                 normed,
                 *matrices,

@@ -3,8 +3,8 @@
 Everything is read off the modules' declared shapes, never off a formula of its own, so that the
 account follows the program. Nothing is allocated.
 
-Trap: packed experts are declared as bytes, two weights each, with their scales beside them; the
-scales are no weights and belong to the format.
+Trap: packed experts are declared as bytes, two weights each. Their scales, and those of FP8
+matrices, stand beside them; they are no weights and belong to the format.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from flax import nnx
 
 from mimo_jax.config import DrafterConfig, TargetConfig
 from mimo_jax.models import params as model_params
-from mimo_jax.models.cut import cut_shapes
+from mimo_jax.models.cut import as_loaded, cut_shapes
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.mtp import MtpHead
 from mimo_jax.models.target import Target
@@ -87,7 +87,7 @@ class Leaf(NamedTuple):
 
 def _classify(name: str, storage: StorageFormats) -> tuple[str, str]:
     """(class, published format) of a target's parameter."""
-    last = name.rsplit(".", 1)[-1]
+    last = name.rsplit(".", 1)[-1].removesuffix("_scale")
     if last.startswith("experts_"):
         return EXPERTS, storage.experts
     if last == "w_qkv":
@@ -111,9 +111,9 @@ def leaves(model: Abstract, storage: StorageFormats, kind: str | None = None) ->
     for path, value in nnx.to_flat_state(model.params):
         name = ".".join(str(part) for part in path)
         own_kind, file_format = _classify(name, storage)
-        num_weights = math.prod(value.shape)
+        num_weights = 0 if name.endswith("_scale") else math.prod(value.shape)
         if value.dtype == jnp.uint8:
-            num_weights = 0 if name.endswith("_scale") else 2 * num_weights
+            num_weights *= 2
         found.append(
             Leaf(
                 name,
@@ -146,8 +146,9 @@ def all_leaves(model: PublishedModel, num_parts: int = 1) -> list[Leaf]:
       num_parts: Devices along "model" of a decode mesh; with more of them than KV heads, these are
         repeated in `cut_shape`.
     """
-    target = abstract_target(model.target)
-    found = _repeated(leaves(target, model.storage), target, model.target, num_parts)
+    config = as_loaded(model.target, num_parts)
+    target = abstract_target(config)
+    found = _repeated(leaves(target, model.storage), target, config, num_parts)
     if model.num_mtp_heads:
         head = leaves(abstract_mtp_head(model.target), model.storage, MTP)
         for i in range(model.num_mtp_heads):

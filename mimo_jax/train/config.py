@@ -162,6 +162,9 @@ class ExperimentConfig:
             "target.moe.is_mxfp4: packed experts have no gradient and cannot be trained",
         )
         require(
+            not self.target.is_fp8, "target.is_fp8: codes have no gradient and cannot be trained"
+        )
+        require(
             self.dispatch in DISPATCHES,
             f"dispatch {self.dispatch!r} is unknown; allowed: {', '.join(DISPATCHES)}",
         )

@@ -76,6 +76,12 @@ def test_fused_fp8_qkv_and_packed_experts(pro, golden):
     assert flat["layers.1.experts_gate"].dtype == jnp.uint8
     assert flat["layers.1.experts_gate"].shape == (12, 64, 80)
     assert flat["layers.1.experts_down_scale"].shape == (12, 160, 2)
+    assert config.is_fp8
+    assert flat["layers.1.w_qkv"].dtype == flat["layers.0.w_down"].dtype == jnp.float8_e4m3fn
+    # 4 chunks of 272 rows: three rows of scales each.
+    assert flat["layers.1.w_qkv"].shape == (1088, 160)
+    assert flat["layers.1.w_qkv_scale"].shape == (12, 2)
+    assert flat["layers.1.w_out"].shape == (512, 160)
 
 
 def test_wrong_readings_stay_apart(pro, golden, tmp_path):
@@ -118,8 +124,8 @@ def test_plain_override_reads_q_k_v_in_order(golden, tmp_path):
     np.testing.assert_allclose(logits[0, -1], golden["logits"][0, -1], atol=PRO_ATOL)
 
 
-def test_dequantized_samples(pro, golden):
-    flat = flatten(pro[2])
+def test_dequantized_samples(golden):
+    flat = flatten(load_target(PRO, jnp.float32, expands_fp8=True)[2])
     rows = golden["qkv_layer1_dequant_rows"] if "qkv_layer1_dequant_rows" in golden else None
     layout = QkvLayout((768, 192, 128), 4)
     stored = np.empty((1088, 160), np.float32)

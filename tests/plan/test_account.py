@@ -91,10 +91,15 @@ def test_mtp_heads_and_drafter_to_the_byte(pro_rows):
     assert pro_rows[weights.EXPERTS].num_weights == 69 * 384 * 3 * 6144 * 2048
 
 
-def test_the_program_holds_packed_experts_and_bf16_projections(pro_rows):
+def test_the_program_holds_what_the_files_hold(pro_rows):
+    """Codes of 4 and 8 bits with their scales; the scales of half blocks are whole ones."""
     experts, attention = pro_rows[weights.EXPERTS], pro_rows[weights.ATTENTION]
-    assert experts.program_bytes == experts.file_bytes
-    assert attention.program_bytes == 2 * attention.num_weights
+    assert experts.program_bytes == experts.file_bytes == 531_351_207_936
+    # 70 layers of [27136, 6144]: 8 chunks of 26.5 blocks have 27 rows of scales each, 48 wide.
+    half_blocks = 70 * 8 * 48 * 4 // 2
+    assert attention.program_bytes == attention.file_bytes + half_blocks == 25_766_415_360
+    dense = pro_rows[weights.DENSE]
+    assert dense.program_bytes == dense.file_bytes
     assert experts.device_bytes * 8 == experts.program_bytes
     # The router is not cut: every device has all of it, in float32.
     router = pro_rows[weights.ROUTER]
