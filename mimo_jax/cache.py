@@ -98,12 +98,17 @@ class KVCache:
         return start % (self.ring_positions.shape[1] - self.slack)
 
 
+def whole_slots(num_slots: int) -> int:
+    """Slots up to a multiple of 8, which the attention kernel wants. Example: 5 -> 8."""
+    return -(-num_slots // 8) * 8
+
+
 def ring_len(window: int, slack: int) -> int:
     """Slots addressed by position modulo length: window + slack, rounded up to 8.
 
     Example: window 128, slack 8 -> 136; the ring then has 8 more slots behind its end.
     """
-    return -(-(window + slack) // 8) * 8
+    return whole_slots(window + slack)
 
 
 def make_cache(

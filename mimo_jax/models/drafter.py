@@ -99,6 +99,8 @@ class Drafter(nnx.Module):
 
     def make_cache(self, batch_size: int, max_len: int, slack: int) -> kv.KVCache:
         """Empty context memory for rows of up to max_len tokens."""
+        if self.implementation != XLA:
+            slack = kv.whole_slots(slack)
         a = self.config.attention
         return kv.make_cache(
             batch_size,

@@ -218,6 +218,8 @@ class Target(nnx.Module):
           form: How global layers are quantised, or None.
           piece_len: As in `cache.make_cache`.
         """
+        if self.implementation != XLA:
+            slack = kv.whole_slots(slack)
         kinds = [self.config.layer_attention(i) for i in range(self.config.num_layers)]
         return kv.make_cache(
             batch_size,
