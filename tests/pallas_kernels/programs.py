@@ -45,11 +45,11 @@ def lower_attention(mesh: Mesh, *, layers: list[str], has_context: bool = False)
         k, s = spec.num_kv_heads, spec.slots
         return of((1, k, s, spec.head_dim)), of((1, k, s, spec.v_head_dim))
 
-    def layer(spec: ArgSpec, qkv, memory, weights, start):
+    def layer(spec: ArgSpec, qkv, memory, weights, positions, start):
         ring = None if spec.window is None else spec.slots - spec.tokens
         return api.sink_attention(
             qkv, *memory, **chain_of(start, spec),
-            slot_positions=None if ring is None else weights["positions"],
+            slot_positions=None if ring is None else positions[spec.slots],
             sink=weights["sink"] if spec.has_sink else None,
             q_norm=weights["norm"] if spec.has_norms else None,
             k_norm=weights["norm"] if spec.has_norms else None,
@@ -58,11 +58,12 @@ def lower_attention(mesh: Mesh, *, layers: list[str], has_context: bool = False)
             implementation="mosaic_gpu",
         )  # fmt: skip
 
-    def program(qkvs, memories, outs, weights, context):
+    def program(qkvs, memories, outs, weights, positions, context):
         def body(carry):
             memories, _, context, start = carry
             results = [
-                layer(*each, start) for each in zip(specs, qkvs, memories, weights, strict=True)
+                layer(*each, positions, start)
+                for each in zip(specs, qkvs, memories, weights, strict=True)
             ]
             # A block that is not written is handed out beside the output, so that it stays alive.
             outs, written = [], []
@@ -93,14 +94,14 @@ def lower_attention(mesh: Mesh, *, layers: list[str], has_context: bool = False)
         {
             "sink": of((spec.num_heads,)),
             "norm": of((spec.head_dim,)),
-            "positions": of((1, spec.slots if spec.window else 1), jnp.int32),
         }
         for spec in specs
     ]
-    return jax.jit(program, donate_argnums=(1, 2, 4)).lower(
+    return jax.jit(program, donate_argnums=(1, 2, 5)).lower(
         [of((1, spec.tokens, spec.qkv_width)) for spec in specs],
         [memory_of(spec) for spec in specs],
         [out_of(spec) for spec in specs],
         weights,
+        {spec.slots: of((1, spec.slots), jnp.int32) for spec in specs if spec.window is not None},
         memory_of(ARG_SPECS["pro drafter"]) if has_context else (),
     )
