@@ -31,10 +31,10 @@ def compare_products(
     as_turned = lambda x, w: linear(x, w, is_transposed=True)
     forms = {
         "fp8": (lambda x, codes, scale: linear(x, Fp8Weight(codes, scale)), (x, codes, scale)),
-        "float32 [out, in]": (as_turned, (x, full)),
-        "float32 [in, out]": (linear, (x, jnp.array(full.T))),
-        "bfloat16 [out, in]": (as_turned, (x.astype(jnp.bfloat16), half)),
-        "bfloat16 [in, out]": (linear, (x.astype(jnp.bfloat16), jnp.array(half.T))),
+        "float32 (out, in)": (as_turned, (x, full)),
+        "float32 (in, out)": (linear, (x, jnp.array(full.T))),
+        "bfloat16 (out, in)": (as_turned, (x.astype(jnp.bfloat16), half)),
+        "bfloat16 (in, out)": (linear, (x.astype(jnp.bfloat16), jnp.array(half.T))),
     }
     # bfloat16 rounds tokens, weights and sums.
     return time_forms(forms, num_rows * width, rounds=rounds, tolerance=2e-2)

@@ -51,7 +51,7 @@ def test_fp8_against_its_expanded_forms(tmp_path, capsys):
     assert commands.run_fp8(options.Fp8(130, 200, (3,), 2, path)) == 0
     rows = json.loads(path.read_text())["tokens"]["3"]
     assert list(rows) == [
-        "fp8", "float32 [out, in]", "float32 [in, out]", "bfloat16 [out, in]", "bfloat16 [in, out]"
+        "fp8", "float32 (out, in)", "float32 (in, out)", "bfloat16 (out, in)", "bfloat16 (in, out)"
     ]  # fmt: skip
     assert rows["fp8"]["weights_per_ns"] == pytest.approx(26_000 / rows["fp8"]["min_ms"] / 1e6)
     assert commands.run_fp8(options.Fp8(130, 0)) == 2
