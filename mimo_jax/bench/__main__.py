@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "context": (options.Context, commands.run_context),
     "load": (options.Load, commands.run_load),
     "moe": (options.Moe, commands.run_moe),
+    "fp8": (options.Fp8, commands.run_fp8),
 }
 
 

@@ -7,7 +7,7 @@ import tempfile
 from rich.console import Console
 from rich.table import Table
 
-from mimo_jax.bench.options import Context, Decode, Drafters, Load, Lossless, Moe, Prefix
+from mimo_jax.bench.options import Context, Decode, Drafters, Fp8, Load, Lossless, Moe, Prefix
 
 
 def run_prefix(arguments: Prefix) -> int:
@@ -405,19 +405,52 @@ def run_moe(arguments: Moe) -> int:
         console.print(f"bench: {error}")
         return 2
     layer = Layer(arguments.experts, arguments.top_k, arguments.width, arguments.hidden)
-    columns = {
-        "ms": ".3f",
-        "min_ms": ".3f",
-        "over_packed": ".2f",
-        "temp_mb": ",.2f",
-        "weights_per_ns": ".2f",
-    }
     tables = {}
     for t in arguments.tokens:
         tables[str(t)] = rows = compare_forms(layer, t, rounds=arguments.rounds)
-        console.print(_table(f"Sparse layer, {t} tokens", rows, columns, of="form"))
+        console.print(_table(f"Sparse layer, {t} tokens", rows, _FORM_COLUMNS, of="form"))
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         results = {"machine": machine(), "layer": dataclasses.asdict(layer), "tokens": tables}
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+_FORM_COLUMNS = {
+    "ms": ".3f",
+    "min_ms": ".3f",
+    "over_first": ".2f",
+    "temp_mb": ",.2f",
+    "weights_per_ns": ".2f",
+}
+
+
+def run_fp8(arguments: Fp8) -> int:
+    """Measures every number of tokens, prints and writes the JSON."""
+    from mimo_jax.bench.fp8_bench import compare_products
+    from mimo_jax.config import ConfigError, require
+    from mimo_jax.train.provenance import machine
+
+    console = Console()
+    try:
+        for name, size in (
+            ("rows", arguments.rows),
+            ("width", arguments.width),
+            ("tokens", min(arguments.tokens)),
+            ("rounds", arguments.rounds),
+        ):
+            require(size >= 1, f"{name} {size} must be >= 1")
+    except ConfigError as error:
+        console.print(f"bench: {error}")
+        return 2
+    size = (arguments.rows, arguments.width)
+    tables = {}
+    for t in arguments.tokens:
+        tables[str(t)] = rows = compare_products(*size, t, rounds=arguments.rounds)
+        title = f"Weight of {size[0]} x {size[1]}, {t} tokens"
+        console.print(_table(title, rows, _FORM_COLUMNS, of="form"))
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        results = {"machine": machine(), "shape": size, "tokens": tables}
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0

@@ -6,6 +6,7 @@ best of all of them, whoever wins.
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,6 @@ from mimo_jax.layers import moe, packed
 from mimo_jax.timing import alternate
 from pallas_kernels.formats import decode_mxfp4
 
-PACKED = "packed"
 # Past it, the gathered rows of the float32 stacks take gigabytes.
 _MOST_GATHERED_TOKENS = 8
 
@@ -90,11 +90,10 @@ def compare_forms(layer: Layer, num_tokens: int, *, rounds: int) -> dict[str, di
       rounds: Calls of each form.
 
     Returns:
-      Form -> ms (median), min_ms, temp_mb, weights_per_ns (of the experts chosen, by the minimum),
-      and over_packed, its time by that of the packed form (median over rounds).
+      As `time_forms`, the packed form first; weights are those of the experts chosen.
 
     Raises:
-      RuntimeError: If a form differs from the others by more than 1e-4 of the largest value.
+      RuntimeError: If a form differs from the packed one.
     """
     rng = np.random.default_rng(num_tokens)
     ids = np.stack(
@@ -109,38 +108,68 @@ def compare_forms(layer: Layer, num_tokens: int, *, rounds: int) -> dict[str, di
             in_float, ((1, 2, 0), (1, 2, 0), (0, 2, 1)), strict=True))
     )  # fmt: skip
     forms = {
-        PACKED: (packed.run_packed, in_fp4),
+        "packed": (packed.run_packed, in_fp4),
         "dense": (moe._run_dense, in_float),
         "grouped": (moe._run_grouped, in_float),
         "looped": (_looped, by_expert),
     }
     if num_tokens <= _MOST_GATHERED_TOKENS:
         forms |= {"sliced": (moe._run_sliced, in_float), "gathered": (_gathered, in_float)}
+    args = lambda experts: (x, jnp.asarray(ids), weights, experts)
+    num_weights = len(np.unique(ids)) * layer.num_weights
+    return time_forms(
+        {name: (run, args(experts)) for name, (run, experts) in forms.items()},
+        num_weights,
+        rounds=rounds,
+    )
+
+
+def time_forms(
+    forms: Mapping[str, tuple[Callable, tuple]],
+    num_weights: int,
+    *,
+    rounds: int,
+    tolerance: float = 1e-4,
+) -> dict[str, dict[str, float]]:
+    """Forms of one computation, compiled and called in turn.
+
+    Args:
+      forms: Name -> (function, arguments), the baseline first.
+      num_weights: That each has to read.
+      rounds: Calls of each form.
+      tolerance: How far results may differ from the baseline's, of its largest value.
+
+    Returns:
+      Form -> ms (median), min_ms, temp_mb, weights_per_ns (by the minimum), and over_first, its
+      time by that of the baseline (median over rounds).
+
+    Raises:
+      RuntimeError: If a form differs by more.
+    """
     calls, temp_bytes = {}, {}
-    for name, (run, experts) in forms.items():
-        args = (x, jnp.asarray(ids), weights, experts)
+    for name, (run, args) in forms.items():
         compiled = jax.jit(run).lower(*args).compile()
         memory = compiled.memory_analysis()
         temp_bytes[name] = 0 if memory is None else memory.temp_size_in_bytes
         calls[name] = lambda compiled=compiled, args=args: compiled(*args)
-    _check_equal({name: call() for name, call in calls.items()})
+    check_equal({name: call() for name, call in calls.items()}, tolerance)
     found = alternate(calls, rounds=rounds)
-    num_weights = len(np.unique(ids)) * layer.num_weights
     return {
         name: {
             "ms": 1e3 * timing.median_s,
             "min_ms": 1e3 * timing.min_s,
             "temp_mb": temp_bytes[name] / 1e6,
             "weights_per_ns": num_weights / timing.min_s / 1e9,
-            "over_packed": found.median_ratios[name],
+            "over_first": found.median_ratios[name],
         }
         for name, timing in found.timings.items()
     }
 
 
-def _check_equal(results: dict[str, Array]) -> None:
-    reference = np.asarray(results[PACKED])
+def check_equal(results: dict[str, Array], tolerance: float) -> None:
+    """Raises RuntimeError, naming the form, where a result is not the first one."""
+    reference = np.asarray(next(iter(results.values())), np.float32)
     for name, result in results.items():
-        error = np.abs(np.asarray(result) - reference).max() / np.abs(reference).max()
-        if not error < 1e-4:
+        error = np.abs(np.asarray(result, np.float32) - reference).max() / np.abs(reference).max()
+        if not error < tolerance:
             raise RuntimeError(f"the form {name} differs by {error:.1e}")

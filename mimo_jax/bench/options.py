@@ -162,3 +162,19 @@ class Moe:
     """Calls of each form."""
     json: Path | None = None
     """Also write the figures here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8:
+    """A product with an FP8 weight against the same weight in float32 and bfloat16, in turn."""
+
+    rows: int = 4096
+    """Outputs of the weight."""
+    width: int = 4096
+    """Inputs of the weight."""
+    tokens: tuple[int, ...] = (1, 8, 64)
+    """Rows that meet it."""
+    rounds: int = 15
+    """Calls of each form."""
+    json: Path | None = None
+    """Also write the figures here."""

@@ -1,8 +1,8 @@
 """MXFP4 experts, run from their packed form: decoded piece by piece, each chosen expert once.
 
 On a CPU the packed bytes are an eighth of float32's, and reading is what a decode step costs: on
-two cores a layer of 16 experts [1024, 1024], top 2, takes 1.4 ms for one token against 2.8 in the
-fastest float32 form, and 8.5 against 11 for eight tokens (BENCHMARKS.md). Three things make it so:
+two cores a layer of 16 experts [1024, 1024], top 2, takes 1.4 ms for one token against 3.0 in the
+fastest float32 form, and 11 against 14 for eight tokens (BENCHMARKS.md). Three things make it so:
 
   * A tile of weights becomes float32 behind an optimization_barrier, then meets a plain product.
     Fused into one loop, decoding and reduction run at 0.5 G weights/s instead of 5.

@@ -46,7 +46,8 @@ class PublishedModel:
 
     Attributes:
       name: For titles.
-      target: Architecture of the target; `moe.is_mxfp4` says what our program holds.
+      target: Architecture of the target; `moe.is_mxfp4` and `is_fp8` say what our program
+        holds.
       drafter: Architecture of its drafter, or None.
       num_mtp_heads: MTP heads in the files; our decoding does not load them.
       storage: Formats of the files.
