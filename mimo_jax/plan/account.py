@@ -22,9 +22,11 @@ from mimo_jax.plan.verdict import Verdict, judge
 from mimo_jax.plan.weights import ClassBytes
 from mimo_jax.plan.worker import ProgramFacts
 from mimo_jax.sharding import DATA, DECODE, MODEL, TRAIN, fitting_parts
+from pallas_kernels.dispatch import XLA
 
 MEMORY, LAUNCHES, ROOFLINE, SHARDING = PARTS = ("memory", "launches", "roofline", "sharding")
 PREFILL, PLAIN, DFLASH = "prefill chunk", "plain step", "DFlash step"
+WITHOUT_KERNELS = ", XLA alone"
 TARGET_TRAIN, DRAFTER_TRAIN = "target train step", "drafter train step"
 DEFAULT_CONTEXT = 262_144
 # Two compilers at once: 1.3 GB each for a 1T model, and a compilation keeps 1.5 cores busy.
@@ -141,9 +143,9 @@ def jobs(request: Request, parts: Iterable[str], target: str | None) -> dict[str
             name, arguments, mesh, target=target, stops_at_buffers=is_memory_alone
         )
 
-    def steps(block: int) -> aot.Job:
+    def steps(block: int, **more) -> aot.Job:
         arguments = {"batch_size": request.batch_size, "draft_block_len": block}
-        return job("lower_steps", common | arguments)
+        return job("lower_steps", common | arguments | more)
 
     wanted = {}
     if request.is_drafting and parts & {MEMORY, LAUNCHES, ROOFLINE}:
@@ -154,6 +156,10 @@ def jobs(request: Request, parts: Iterable[str], target: str | None) -> dict[str
         wanted[PREFILL] = job("lower_prefill", common | arguments, is_memory_alone=True)
     if not request.is_drafting or parts & {LAUNCHES, ROOFLINE}:
         wanted[PLAIN] = steps(1)
+    if target is not None and LAUNCHES in parts:
+        # The same step as it was before the kernels, to compare with.
+        name = DFLASH if request.is_drafting else PLAIN
+        wanted[name + WITHOUT_KERNELS] = steps(request.draft_block_len, implementation=XLA)
     if request.model.experiment is not None and parts & {MEMORY, LAUNCHES}:
         for name, builder in ((TARGET_TRAIN, "lower_target_step"),
                               (DRAFTER_TRAIN, "lower_drafter_step")):  # fmt: skip
@@ -235,6 +241,15 @@ def _traffic_of(facts: ProgramFacts) -> roofline.Traffic | None:
     return roofline.Traffic(number, float(num_bytes), float(launches))
 
 
+def _picked_bytes(facts: ProgramFacts, model: PublishedModel, num_tokens: int) -> float:
+    """Bytes of the experts that kernels are expected to pick."""
+    moe = model.target.moe
+    if moe is None:
+        return 0.0
+    share = roofline.expected_distinct(moe, num_tokens) / moe.num_experts
+    return share * facts.picked_from_bytes
+
+
 def _speeds(
     request: Request, rows: dict[str, ClassBytes], programs: dict[str, Program]
 ) -> list[Speed]:
@@ -268,7 +283,8 @@ def _speeds(
         time = roofline.step_time(reads, counted or traffic, *rates)
         found.append(_speed(f"{name}, configuration", time, lengths))
         if facts is not None and counted is not None:
-            time = roofline.compiled_step_time(float(facts.moved_bytes), counted, *rates)
+            picked = _picked_bytes(facts, request.model, block * request.batch_size)
+            time = roofline.compiled_step_time(facts.moved_bytes + picked, counted, *rates)
             found.append(_speed(f"{name}, compiled", time, lengths))
     return found
 

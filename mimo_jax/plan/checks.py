@@ -95,6 +95,24 @@ def promises(
                 facts.is_one_graph,
             )
         )
+    if facts.num_launches is not None and facts.picked_from_bytes:
+        per_layer = facts.num_launches / num_layers
+        found.append(
+            Check(
+                "launches per layer, all-reduces included",
+                f"at most {MOST_LAUNCHES_PER_LAYER}",
+                f"{per_layer:.2f}",
+                per_layer <= MOST_LAUNCHES_PER_LAYER,
+            )
+        )
+        found.append(
+            Check(
+                "scratch memory of a step",
+                f"at most {MOST_TEMP_BYTES / 1e6:.0f} MB",
+                f"{facts.temp_bytes / 1e6:,.1f} MB",
+                facts.temp_bytes <= MOST_TEMP_BYTES,
+            )
+        )
     copies = [name for name, _, _, depth in facts.large_copies if depth]
     found.append(
         Check(
@@ -131,6 +149,8 @@ def promises(
     return found
 
 
+# With the kernels in; XLA alone has 25 to 30 launches and tens of megabytes.
+MOST_LAUNCHES_PER_LAYER, MOST_TEMP_BYTES = 12, 64_000_000
 # Embedding and choice of the target, of the drafter, its context fusion, and the rows' end.
 MOST_OTHER_ALL_REDUCES = 6
 

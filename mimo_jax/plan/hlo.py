@@ -258,18 +258,74 @@ class Move(NamedTuple):
     num_bytes: int
 
 
-def _operand_bytes(neighbours: dict[str, Instruction], operand: str) -> int:
-    """Bytes of an operand; names are unique within a computation only."""
+def _operand_shape(neighbours: dict[str, Instruction], operand: str) -> str:
+    """Type of an operand; names are unique within a computation only."""
     name, _, index = operand.partition("#")
     shape = neighbours[name].shape
-    if index:
-        shape = re.findall(r"[a-z][a-z0-9]*\[[^\]]*\]", shape)[int(index)]
-    return shape_bytes(shape)
+    return re.findall(r"[a-z][a-z0-9]*\[[^\]]*\]", shape)[int(index)] if index else shape
+
+
+def _operand_bytes(neighbours: dict[str, Instruction], operand: str) -> int:
+    return shape_bytes(_operand_shape(neighbours, operand))
+
+
+# Our kernels in a compiled program; who made one is told by the jitted function around it.
+KERNEL_TARGET = 'custom_call_target="mosaic_gpu_v2"'
+_KERNEL_MAKER = re.compile(r'jit\((\w+)\)/[\w/]*mpmd_map"')
+_ALIAS = re.compile(r"\((\d+), \{[\d, ]*\}\)")
+
+
+def _is_kernel(instruction: Instruction) -> bool:
+    return KERNEL_TARGET in instruction.text
+
+
+def _kernel_name(instruction: Instruction) -> str:
+    """Example: op_name ".../jit(attend_ring)/body/mpmd_map" -> "attend_ring"."""
+    found = _KERNEL_MAKER.search(instruction.text)
+    return found.group(1) if found else instruction.name
+
+
+def _is_stack(shape: str) -> bool:
+    """Packed experts of layers: integers in five dimensions or more, of which a kernel picks."""
+    found = re.match(r"(s32|u8)\[([\d,]*)\]", shape)
+    return found is not None and found.group(2).count(",") >= 4
+
+
+def _kernel_bytes(visit: Visit) -> int:
+    """As `_moved_by` for one of our kernels, apart from the stacks that it picks from.
+
+    Memory that it writes in place (a block of keys and values) counts as nothing.
+    """
+    instruction = visit.instruction
+    aliasing = re.search(r"output_to_operand_aliasing=\{(.*?)\}, \w+=", instruction.text)
+    aliased = {int(n) for n in _ALIAS.findall(aliasing.group(1))} if aliasing else set()
+    total = shape_bytes(instruction.shape)
+    for number, operand in enumerate(instruction.operands):
+        num_bytes = _operand_bytes(visit.neighbours, operand)
+        if number in aliased:
+            total -= num_bytes
+        elif not _is_stack(_operand_shape(visit.neighbours, operand)):
+            total += num_bytes
+    return total
+
+
+def picked_from_bytes(module: Module, *, in_loop: bool) -> int:
+    """Bytes of all stacks that kernels pick experts from; a step reads a share of them."""
+    total = 0
+    for visit in walk(module):
+        if not _is_kernel(visit.instruction) or (in_loop and visit.loop_depth == 0):
+            continue
+        for operand in visit.instruction.operands:
+            if _is_stack(_operand_shape(visit.neighbours, operand)):
+                total += _operand_bytes(visit.neighbours, operand) * visit.trip_count
+    return total
 
 
 def _moved_by(module: Module, visit: Visit) -> int:
     """Bytes that one run of an instruction reads and writes."""
     instruction = visit.instruction
+    if _is_kernel(instruction):
+        return _kernel_bytes(visit)
     if instruction.opcode in (*FREE, "while", "call", "conditional"):
         return 0
     if instruction.opcode in ("fusion", "fusion-start"):
@@ -301,6 +357,8 @@ def moves(module: Module, *, in_loop: bool) -> list[Move]:
         if not num_bytes or (in_loop and visit.loop_depth == 0):
             continue
         name = re.sub(r"(\.\d+)+$", "", visit.instruction.name)
+        if _is_kernel(visit.instruction):
+            name = _kernel_name(visit.instruction)
         shape = re.sub(r"\{[^}]*\}", "", visit.instruction.shape)
         before = found.get((name, shape), Move(name, shape, 0, 0))
         found[name, shape] = Move(

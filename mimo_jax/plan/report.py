@@ -7,7 +7,9 @@ from rich.table import Table
 from mimo_jax.plan.account import DFLASH, LAUNCHES, MEMORY, PLAIN, ROOFLINE, SHARDING, Plan
 from mimo_jax.plan.devices import SOURCES
 from mimo_jax.plan.roofline import SCENE_ACCEPT_LENGTHS, drafter_choice
+from mimo_jax.plan.thunks import COLLECTIVE_KERNEL
 from mimo_jax.plan.weights import DRAFTER
+from mimo_jax.plan.worker import ProgramFacts
 
 GB = 1e9
 
@@ -67,29 +69,57 @@ def programs_table(plan: Plan) -> Table:
     return table
 
 
+# Kinds of launches that have a column of their own; all others are copies and the like.
+_XLA_KERNEL, _OUR_KERNEL = "kCustomKernel", "kCustomCall"
+
+
+def _launch_cells(facts: ProgramFacts, num_layers: int | None) -> list[str]:
+    """Launches of a step: all, per layer, and by kind."""
+    if facts.launches is None or facts.num_launches is None:
+        return ["-"] * 6
+    count = facts.launches.get
+    kernels, ours, sums = (count(kind, 0) for kind in (_XLA_KERNEL, _OUR_KERNEL, COLLECTIVE_KERNEL))
+    per_layer = "-" if num_layers is None else f"{facts.num_launches / num_layers:.1f}"
+    other = facts.num_launches - kernels - ours - sums
+    total = f"{facts.num_launches:,}" + ("+" if facts.num_inner_loops else "")
+    return [total, per_layer, *(f"{n:,}" for n in (kernels, ours, sums, other))]
+
+
+def _layers_of(plan: Plan, name: str) -> int | None:
+    """Layers that a step runs; None for a program that is no loop over steps."""
+    model = plan.request.model
+    if name.startswith(PLAIN):
+        return model.target.num_layers
+    if name.startswith(DFLASH) and model.drafter is not None:
+        return model.target.num_layers + model.drafter.num_layers
+    return None
+
+
 def launches_table(plan: Plan) -> Table:
     """Launches, graphs, collectives and copies of every compiled program."""
     table = _table(
         "Per step (per run, where there is no loop over steps)", "program", "launches",
-        "CUDA graphs", "collectives", "MB in them", "copies over 8 MB", "GB moved",
+        "per layer", "of XLA", "kernels", "all-reduces", "other", "CUDA graphs", "collectives",
+        "MB in them", "copies over 8 MB", "GB moved", "scratch MB",
     )  # fmt: skip
     for program in plan.programs.values():
         facts = program.facts
         if facts is None:
             table.add_row(program.name, "not available")
             continue
-        launches, graphs = "-", "-"
+        graphs = "-"
         if facts.launches is not None:
-            launches = f"{sum(facts.launches.values()):,}" + ("+" if facts.num_inner_loops else "")
             graphs = f"{facts.num_command_buffers}" + (", all" if facts.is_one_graph else "")
         kinds = "\n".join(f"{n:,} {kind}" for kind, (n, _) in facts.collectives.items())
         moved = sum(num_bytes for _, num_bytes in facts.collectives.values())
         table.add_row(
-            program.name, launches, graphs, kinds or "none", f"{moved / 1e6:,.2f}",
-            str(len(facts.large_copies)), f"{facts.moved_bytes / GB:,.2f}",
+            program.name, *_launch_cells(facts, _layers_of(plan, program.name)), graphs,
+            kinds or "none", f"{moved / 1e6:,.2f}", str(len(facts.large_copies)),
+            f"{facts.moved_bytes / GB:,.2f}", f"{facts.temp_bytes / 1e6:,.1f}",
         )  # fmt: skip
     table.caption = (
-        "-: not compiled that far; +: and loops inside, counted once; all: the loop is one graph"
+        "-: not compiled that far; +: and loops inside, counted once; all: the loop is one graph; "
+        "GB moved: without the experts that kernels pick, see the roofline"
     )
     return table
 

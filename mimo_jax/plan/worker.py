@@ -52,7 +52,8 @@ class ProgramFacts:
       collectives: Per kind: runs and bytes.
       large_copies: [name, operations, bytes, loop depth] of data movements of 8 MB and more.
       num_aliased: Arguments that a result is written over.
-      moved_bytes: Read and written.
+      moved_bytes: Read and written, apart from the stacks that kernels pick experts from.
+      picked_from_bytes: Of those stacks, whole; 0 without kernels.
       moves: The operations that read and write most.
       launches: By kind; None when not compiled for a GPU.
       top_level: Thunks at top level by kind; None when not compiled for a GPU.
@@ -73,6 +74,7 @@ class ProgramFacts:
     large_copies: list[hlo.Copy]
     num_aliased: int
     moved_bytes: int
+    picked_from_bytes: int
     moves: list[hlo.Move]
     launches: dict[str, int] | None
     top_level: dict[str, int] | None
@@ -82,6 +84,11 @@ class ProgramFacts:
     lower_s: float
     compile_s: float
     host_peak_bytes: int
+
+    @property
+    def num_launches(self) -> int | None:
+        """All kinds together; None when not compiled for a GPU."""
+        return None if self.launches is None else sum(self.launches.values())
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "ProgramFacts":
@@ -136,6 +143,7 @@ def _of_text(text: str) -> dict[str, Any]:
         "large_copies": list(hlo.large_copies(module)),
         "num_aliased": len(module.aliased_parameters),
         "moved_bytes": sum(move.num_bytes for move in moves),
+        "picked_from_bytes": hlo.picked_from_bytes(module, in_loop=is_loop),
         "moves": moves[:NUM_MOVES],
         "argument_bytes": sum(sizes.values()),
         "alias_bytes": sum(sizes[number] for number in module.aliased_parameters),

@@ -19,6 +19,7 @@ Which input a code belongs to: word `i` of 16 (per 128 inputs), half `h`, code `
 group.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -72,6 +73,7 @@ def tiled_shapes(shape: tuple[int, int, int, int]) -> tuple[tuple[int, ...], tup
     return tiles, (layers, e, n // ROWS, k // MX_GROUP_LEN, ROWS)
 
 
+@functools.partial(jax.jit, static_argnames="width")
 def tile_weights(
     packed: jax.Array, scale: jax.Array, width: int | None = None
 ) -> TiledWeights:
@@ -114,6 +116,7 @@ def tile_weights(
     return TiledWeights(words.swapaxes(3, 4), scales.swapaxes(3, 4))
 
 
+@jax.jit
 def untile_weights(weights: TiledWeights) -> tuple[jax.Array, jax.Array]:
     """The inverse of `tile_weights`: (codes, scales) as the files hold them."""
     layers, e, row_tiles, input_tiles, _, num_words = weights.tiles.shape

@@ -215,7 +215,7 @@ def facts(**changes) -> ProgramFacts:
     values = NO_LAUNCHES | {
         "argument_bytes": 100, "alias_bytes": 60, "temp_bytes": 5, "peak_bytes": 105,
         "is_step_loop": True, "collectives": {"all-reduce": (150, 9)}, "large_copies": [],
-        "num_aliased": 3, "moved_bytes": 7, "moves": [], "lower_s": 1.0, "compile_s": 2.0,
+        "num_aliased": 3, "moved_bytes": 7, "picked_from_bytes": 0, "moves": [], "lower_s": 1.0, "compile_s": 2.0,
         "host_peak_bytes": 3,
     }  # fmt: skip
     return ProgramFacts(**(values | changes))
