@@ -272,7 +272,7 @@ def _operand_bytes(neighbours: dict[str, Instruction], operand: str) -> int:
 # Our kernels in a compiled program; who made one is told by the jitted function around it.
 KERNEL_TARGET = 'custom_call_target="mosaic_gpu_v2"'
 _KERNEL_MAKER = re.compile(r'jit\((\w+)\)/[\w/]*mpmd_map"')
-_ALIAS = re.compile(r"\((\d+), \{[\d, ]*\}\)")
+_WRITTEN = re.compile(r"\((\d+), \{[\d, ]*\}\)")
 
 
 def _is_kernel(instruction: Instruction) -> bool:
@@ -298,7 +298,7 @@ def _kernel_bytes(visit: Visit) -> int:
     """
     instruction = visit.instruction
     aliasing = re.search(r"output_to_operand_aliasing=\{(.*?)\}, \w+=", instruction.text)
-    aliased = {int(n) for n in _ALIAS.findall(aliasing.group(1))} if aliasing else set()
+    aliased = {int(n) for n in _WRITTEN.findall(aliasing.group(1))} if aliasing else set()
     total = shape_bytes(instruction.shape)
     for number, operand in enumerate(instruction.operands):
         num_bytes = _operand_bytes(visit.neighbours, operand)

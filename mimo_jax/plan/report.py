@@ -121,6 +121,9 @@ def launches_table(plan: Plan) -> Table:
         "-: not compiled that far; +: and loops inside, counted once; all: the loop is one graph; "
         "GB moved: without the experts that kernels pick, see the roofline"
     )
+    reasons = {p.facts.why_no_kernels for p in plan.programs.values() if p.facts is not None}
+    for reason in sorted(reason for reason in reasons if reason is not None):
+        table.caption += f"; no kernels: {reason}"
     return table
 
 

@@ -31,6 +31,7 @@ from mimo_jax.plan import hlo, thunks
 from mimo_jax.plan.targets import target_text
 from mimo_jax.sharding import RULES, make_mesh
 from mimo_jax.timing import Stopwatch
+from pallas_kernels.dispatch import why_not_mosaic
 
 # Files that XLA writes once buffers are assigned; the last one, twice as long, is closed last.
 OPTIMISED = "_after_optimizations.txt"
@@ -63,6 +64,7 @@ class ProgramFacts:
       lower_s: Seconds of tracing and lowering.
       compile_s: Seconds of compiling.
       host_peak_bytes: Most memory of the compiling process.
+      why_no_kernels: Why the devices cannot run the Pallas kernels; None if they can.
     """
 
     argument_bytes: int
@@ -84,6 +86,7 @@ class ProgramFacts:
     lower_s: float
     compile_s: float
     host_peak_bytes: int
+    why_no_kernels: str | None
 
     @property
     def num_launches(self) -> int | None:
@@ -212,8 +215,9 @@ def run(job: dict[str, Any], dump_folder: Path, finish: Callable[[ProgramFacts],
     older = set(dump_folder.glob("*"))
     compiling = Stopwatch.started()
 
-    def times() -> dict[str, Any]:
-        return {"lower_s": lowering.elapsed_s, "compile_s": compiling.elapsed_s}
+    def circumstances() -> dict[str, Any]:
+        seconds = {"lower_s": lowering.elapsed_s, "compile_s": compiling.elapsed_s}
+        return seconds | {"why_no_kernels": why_not_mosaic(devices[0])}
 
     is_over = threading.Event()
 
@@ -223,7 +227,7 @@ def run(job: dict[str, Any], dump_folder: Path, finish: Callable[[ProgramFacts],
             files = _buffer_files(dump_folder, older)
             # XLA writes them at one go: whole when they are all there and no longer grow.
             if len(files) == 3 and files == before and all(size for _, size in files):
-                found = times()
+                found = circumstances()
                 finish(ProgramFacts(**_of_buffers(files[0][0], files[1][0]), **found))
             before = files
 
@@ -231,7 +235,7 @@ def run(job: dict[str, Any], dump_folder: Path, finish: Callable[[ProgramFacts],
         threading.Thread(target=watch, daemon=True).start()
     compiled = lowered.compile()
     is_over.set()
-    found = times()
+    found = circumstances()
     finish(ProgramFacts(**_of_executable(compiled, dump_folder), **found))
 
 

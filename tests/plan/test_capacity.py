@@ -2,9 +2,9 @@
 
 Run: .venv/bin/python -m pytest tests/plan/test_capacity.py
 
-Five programs, two at a time, about a minute on two quiet cores. Memory, collectives and copies are
-known once buffers are assigned; the shape of the loop needs machine code, which is made for a Pro
-of six layers (the whole one is a slow test). Prefill holds most, so it decides what fits.
+Four programs, two at a time, about a minute on two quiet cores. Memory, collectives and copies are
+known once buffers are assigned; the shape of the loop needs machine code, which is made for the
+whole speculative loop of the Pro, with the kernels in. Prefill holds most, so it decides what fits.
 """
 
 import concurrent.futures
@@ -18,7 +18,6 @@ from mimo_jax.plan.verdict import USABLE
 from mimo_jax.plan.worker import ProgramFacts
 
 PRO, FLASH = "configs/drafter_mimo_v25_pro.py", "configs/target_mimo_v26_flash.py"
-SHORT = "tests/plan/stand_in.py"
 CONTEXT = 262_144
 PRO_LAYERS = 70 + 5
 PRO_CACHE_BYTES = 1_685_964_800  # global layers, rings and drafter context of one device
@@ -41,13 +40,12 @@ def _prefill(job: aot.Job) -> aot.Job:
                    stops_at_buffers=True)  # fmt: skip
 
 
-PRO_STEPS = _job("h200", PRO, 8, 8)
+PRO_STEPS = _job("h200", PRO, 8, 8, stops_at_buffers=False)
 JOBS = {
     "pro h200": PRO_STEPS,
     "pro h200 prefill": _prefill(PRO_STEPS),
     "pro b200 prefill": _prefill(_job("b200", PRO, 8, 8)),
     "flash h200 prefill": _prefill(_job("h200", FLASH, 4, 1)),
-    "short pro": _job("h200", SHORT, 8, 8, stops_at_buffers=False),
 }
 
 
@@ -77,9 +75,9 @@ def test_a_v2_flash_with_packed_experts_fits_four_h200(compiled):
 
 
 def test_a_step_needs_little_scratch_memory(compiled):
-    """The scores of one global layer, 16 heads x 8 tokens x 262,152 in float32: 134 MB, and a part
-    of them in bfloat16. No experts decoded to memory (2.4 GB a layer), no copied caches."""
-    assert compiled["pro h200"].temp_bytes < 256e6
+    """Partial sums of ten global layers. No scores of a memory, no experts decoded to memory
+    (2.4 GB a layer), no copied caches."""
+    assert compiled["pro h200"].temp_bytes <= 64e6
 
 
 def test_prefill_needs_the_scores_of_a_chunk(compiled):
@@ -101,20 +99,29 @@ def test_the_loop_keeps_its_promises(compiled):
 
 
 def test_the_whole_loop_is_one_cuda_graph(compiled):
-    found = compiled["short pro"]
+    found = compiled["pro h200"]
     assert found.is_one_graph
+    assert found.top_level == {"kCommandBuffer": 1}
     assert found.num_command_buffers == 1
     assert found.num_inner_loops == 0
-    assert found.launches is not None
-    assert found.launches.keys() <= {"kCustomKernel", "kCollectiveKernel", "kCopy", "kMemset"}
-    # XLA alone: 22-29 launches a layer, 6 + 1 layers, and both ends of a step.
-    assert sum(found.launches.values()) < 29 * 7 + 40
+    assert found.why_no_kernels is None
+
+
+def test_launches_of_a_step_are_counted(compiled):
+    """XLA alone has 2,038. Kernels: 75 attentions and 10 merges of split memories, 5 writes of
+    context, 2 for the experts and 1 for the router of 69 layers, 150 sums with norms."""
+    launches = compiled["pro h200"].launches
+    assert sum(launches.values()) <= 12 * PRO_LAYERS
+    assert launches["kCollectiveKernel"] <= 2 * PRO_LAYERS + 6
+    assert launches["kCustomCall"] >= 75 + 10 + 5 + 3 * 69 + 2 * PRO_LAYERS
+    # Every expert of 69 layers is there to be picked: 66.4 GB, and no other stack.
+    assert compiled["pro h200"].picked_from_bytes == pytest.approx(66.42e9, rel=1e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["h200", "b200"])
-def test_the_whole_pro_is_one_cuda_graph(device):
-    job = _job(device, PRO, 8, 8, stops_at_buffers=False)
+def test_blackwell_runs_the_whole_pro_in_plain_xla():
+    """Its devices have no wgmma; the reason is on record."""
+    job = _job("b200", PRO, 8, 8, stops_at_buffers=False)
     found = ProgramFacts.from_json(aot.compile_in_worker(job))
     checks = promises(
         found, num_layers=PRO_LAYERS, num_devices=8, cache_bytes=PRO_CACHE_BYTES
@@ -122,4 +129,5 @@ def test_the_whole_pro_is_one_cuda_graph(device):
     assert failed(checks) is None, checks
     assert found.launches is not None
     assert sum(found.launches.values()) < 29 * PRO_LAYERS
+    assert "compute capability 10.0, the kernels are for 9.0" in (found.why_no_kernels or "")
     assert found.host_peak_bytes < 3e9

@@ -150,6 +150,30 @@ def test_bytes_of_a_step(module):
     assert "copy" in {move.name for move in hlo.moves(module, in_loop=False)}
 
 
+KERNELS = """\
+HloModule picks
+
+ENTRY %main (x: bf16[8,6144]) -> bf16[8,256] {
+  %x = bf16[8,6144]{1,0} parameter(0)
+  %tiles = s32[1,384,4,24,64,32]{5,4,3,2,1,0} parameter(1)
+  %scales = u8[1,384,4,192,64]{4,3,2,1,0} parameter(2)
+  %memory = bf16[1,1,144,192]{3,2,1,0} parameter(3)
+  %mpmd_map.3 = (bf16[8,256]{1,0}, bf16[1,1,144,192]{3,2,1,0}) custom-call(%x, %tiles, %scales, %memory), custom_call_target="mosaic_gpu_v2", output_to_operand_aliasing={{1}: (3, {})}, api_version=API_VERSION_TYPED_FFI, metadata={op_name="jit(f)/jit(up)/body/mpmd_map"}
+  ROOT %out = bf16[8,256]{1,0} get-tuple-element(%mpmd_map.3), index=0
+}
+"""
+
+
+def test_kernels_pick_from_stacks_and_write_in_place():
+    module = hlo.parse(KERNELS)
+    move = hlo.moves(module, in_loop=False)[0]
+    assert move.name == "up"
+    # Tokens in and out; the memory is written in place and the stacks are told apart.
+    assert move.num_bytes == 2 * 8 * 6144 + 2 * 8 * 256
+    stacks = 384 * 4 * (24 * 64 * 32 * 4 + 192 * 64)
+    assert hlo.picked_from_bytes(module, in_loop=False) == stacks
+
+
 THUNKS = """\
 000: kCommandBuffer [source | sink]
     001: kCopy         [source        | next=002 (1)] kCopy
@@ -215,8 +239,8 @@ def facts(**changes) -> ProgramFacts:
     values = NO_LAUNCHES | {
         "argument_bytes": 100, "alias_bytes": 60, "temp_bytes": 5, "peak_bytes": 105,
         "is_step_loop": True, "collectives": {"all-reduce": (150, 9)}, "large_copies": [],
-        "num_aliased": 3, "moved_bytes": 7, "picked_from_bytes": 0, "moves": [], "lower_s": 1.0, "compile_s": 2.0,
-        "host_peak_bytes": 3,
+        "num_aliased": 3, "moved_bytes": 7, "picked_from_bytes": 0, "moves": [],
+        "lower_s": 1.0, "compile_s": 2.0, "host_peak_bytes": 3, "why_no_kernels": None,
     }  # fmt: skip
     return ProgramFacts(**(values | changes))
 
