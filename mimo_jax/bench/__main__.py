@@ -7,6 +7,8 @@ from typing import Any
 import tyro
 
 from mimo_jax.bench import commands, options
+from mimo_jax.bench.gpu_check.__main__ import check
+from mimo_jax.bench.gpu_check.settings import GpuCheck
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "decode": (options.Decode, commands.run_decode),
@@ -15,6 +17,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "prefix": (options.Prefix, commands.run_prefix),
     "context": (options.Context, commands.run_context),
     "load": (options.Load, commands.run_load),
+    "gpu-check": (GpuCheck, check),
 }
 
 
