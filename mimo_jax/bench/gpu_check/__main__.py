@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from mimo_jax.bench.gpu_check.parts import OK, run_part
+from mimo_jax.bench.gpu_check.parts import OK, run_function
 from mimo_jax.bench.gpu_check.run import run
 from mimo_jax.bench.gpu_check.settings import PARTS, GpuCheck
 from mimo_jax.config import ConfigError
@@ -21,16 +21,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     names = ", ".join(part.name for part in PARTS)
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help=f"of: {names}")
     # How the run calls itself for one part.
-    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--function", help=argparse.SUPPRESS)
+    parser.add_argument("--argument", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     given = parse(arguments)
-    if given.part is not None:
-        part = next(part for part in PARTS if part.name == given.part)
-        run_part(part, given.size, given.answer)
+    if given.function is not None:
+        run_function(given.function, given.argument, given.size, given.answer)
         return 0
     return check(GpuCheck(given.size, given.out, given.seconds, tuple(given.only)))
 

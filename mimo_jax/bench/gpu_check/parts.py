@@ -46,7 +46,8 @@ def run_in_child(part: Part, size: Size, answer: Path, seconds: float) -> Figure
     """
     answer.unlink(missing_ok=True)
     command = [sys.executable, "-m", "mimo_jax.bench.gpu_check", "--size", size]
-    command += ["--part", part.name, "--answer", str(answer)]
+    command += ["--function", part.function, "--answer", str(answer)]
+    command += [] if part.argument is None else ["--argument", part.argument]
     result: Figures = {"status": OK}
     try:
         done = subprocess.run(
@@ -74,14 +75,14 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return environment
 
 
-def run_part(part: Part, size: Size, answer: Path) -> None:
-    """What the child does: calls the part's function and keeps every figure it notes."""
-    module, function = part.function.split(":")
+def run_function(function: str, argument: str | None, size: Size, answer: Path) -> None:
+    """What the child does: calls a part's function and keeps every figure it notes."""
+    module, name = function.split(":")
     known: Figures = {}
 
     def note(figures: Figures) -> None:
         known.update(figures)
         write_atomically(answer, json.dumps(known))
 
-    call = getattr(importlib.import_module(module), function)
-    call(size, note, *[] if part.argument is None else [part.argument])
+    call = getattr(importlib.import_module(module), name)
+    call(size, note, *[] if argument is None else [argument])

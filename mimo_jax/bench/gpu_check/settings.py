@@ -46,10 +46,10 @@ _HERE = "mimo_jax.bench.gpu_check"
 XLA, KERNELS = "xla", "kernels"
 # The order of worth: what is left out when time is over comes last.
 PARTS = (
-    Part("rates", f"{_HERE}.rates:measure_rates", None, 40),
-    Part("kernels", f"{_HERE}.kernels:check_kernels", None, 90),
-    Part("layers, xla", f"{_HERE}.shard:time_layers", XLA, 75),
-    Part("layers, kernels", f"{_HERE}.shard:time_layers", KERNELS, 75),
-    Part("steps, kernels", f"{_HERE}.shard:time_steps", KERNELS, 130),
-    Part("steps, xla", f"{_HERE}.shard:time_steps", XLA, 130),
+    Part("rates", f"{_HERE}.rates:measure_rates", None, 40.0),
+    Part("kernels", f"{_HERE}.kernels:check_kernels", None, 90.0),
+    Part("layers, xla", f"{_HERE}.shard:time_layers", XLA, 75.0),
+    Part("layers, kernels", f"{_HERE}.shard:time_layers", KERNELS, 75.0),
+    Part("steps, kernels", f"{_HERE}.shard:time_steps", KERNELS, 130.0),
+    Part("steps, xla", f"{_HERE}.shard:time_steps", XLA, 130.0),
 )

@@ -129,8 +129,8 @@ def _draw(key: jax.Array, *, shape: tuple[int, ...], dtype: Any, kind: str) -> j
     return (jax.random.normal(key, shape, jnp.float32) * spread).astype(dtype)
 
 
-def _kind(name: str, leaf: jax.ShapeDtypeStruct) -> str:
-    if leaf.dtype == jnp.uint8:
+def _kind(name: str, dtype: Any) -> str:
+    if dtype == jnp.uint8:
         return "scale" if name.endswith("_scale") else "bits"
     if name.endswith("norm"):
         return "one"
@@ -154,7 +154,7 @@ def random_share[Config: (TargetConfig, DrafterConfig)](
     entries, key = [], jax.random.key(seed)
     for number, (path, leaf) in enumerate(nnx.to_flat_state(whole)):
         shape = part_shape(leaf.shape, specs[path].get_value(), sizes)
-        kind = _kind(str(path[-1]), leaf)
+        kind = _kind(str(path[-1]), leaf.dtype)
         value = _draw(jax.random.fold_in(key, number), shape=shape, dtype=leaf.dtype, kind=kind)
         entries.append((path, leaf.replace(jax.device_put(value, places[path].get_value()))))
     return Model(config, local, nnx.from_flat_state(entries), mesh)
