@@ -21,11 +21,11 @@ PRIMARY = {
     "dense_down": ArgSpec(8, 6144, 2048),
 }
 
-# Small enough for the interpreter: a partial block of rows, fewer and more column blocks than
-# warpgroups, several widths of the accumulator.
+# Small enough for the interpreter: a partial block of rows, fewer column blocks than warpgroups and
+# more than all rings have slots, two widths of the accumulator.
 TOY = {
     "partial_block": ArgSpec(8, 192, 384),
     "one_column_block": ArgSpec(5, 64, 128),
-    "more_blocks_than_warpgroups": ArgSpec(16, 64, 640),
+    "rings_go_round": ArgSpec(16, 64, 2432),
     "normed": ArgSpec(8, 64, 256, has_norm=True),
 }
