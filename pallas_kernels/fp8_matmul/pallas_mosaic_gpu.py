@@ -21,6 +21,8 @@ issue slots per tile and warp scheduler, 6 us for the 20.8 MB of [3392, 6144].) 
 cutting the columns over a cluster as well, since its shared-memory stores are not in the
 interpreter; e4m3 wgmma with x split into two codes, whose accumulator keeps 14 bits.
 
+The interpreter also looks for races between warpgroups and copies.
+
 Trap: `commit_smem` after the products is not about writes. It makes all four warps of a warpgroup
 agree that a slot has been read before one of them lets TMA overwrite it.
 """
@@ -168,8 +170,14 @@ def _body(call: _Call, *refs, w_ring, x_ring, sums, turned, landed, done, **opti
     for slot in range(call.num_slots):
         pl.when(slot < num_steps)(functools.partial(fetch, slot, slot))
     if norm is not None:
-        # Every warpgroup writes the same ones and waits for its own: no barrier between them.
-        optional["ones"][...] = jnp.ones((TILE_OUT, ONES_LEN), jnp.bfloat16)
+
+        @pl.when(group == 0)
+        def _():
+            optional["ones"][...] = jnp.ones((TILE_OUT, ONES_LEN), jnp.bfloat16)
+            plgpu.commit_smem()
+
+        plgpu.barrier_arrive(optional["has_ones"])
+        plgpu.barrier_wait(optional["has_ones"])
     zeros = jnp.zeros((TILE_OUT, call.num_rows), jnp.float32)
     zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
     totals = lax.fori_loop(0, num_steps, step, [zeros] * call.num_sums)
@@ -232,6 +240,8 @@ def matmul(
         ),
         "done": plgpu.Barrier(num_arrivals=call.num_groups),
     }
+    if norm_weight is not None:
+        barriers["has_ones"] = plgpu.Barrier(num_arrivals=call.num_groups)
     kernel = plgpu.kernel(
         functools.partial(_body, call),
         out_type=jax.ShapeDtypeStruct((num_rows, out_len), out_dtype),
@@ -241,7 +251,7 @@ def matmul(
         thread_name="group",
         scratch_types=shared | barriers,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        interpret=plgpu.InterpretGPUParams() if is_interpreted else False,
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if is_interpreted else False,
     )
     operands = [one for one in (x, weights, scale, norm_weight) if one is not None]
     return kernel(*operands)

@@ -208,7 +208,7 @@ def test_extrapolation_adds_the_all_reduces():
 
 def test_markdown_of_a_report():
     steps = {"plain": {"step_ms": 2.0}, "dflash": {"step_ms": 3.0}}
-    rates = {"machine": {"device": "some GPU", "jax": "9.9"}, "copy_gb_per_s": 4012.3}
+    rates = {"machine": {"device": "some GPU", "jax": "9.9"}, "read_gb_per_s": 4180.0}
     row = {"relative_error": 0.00123, "is_right": False, "kernel_us": 6.25, "kernel_gb_per_s": 3344}
     model, device = read_config(shard.CONFIG), DEVICES["h200"]
     part = lambda figures, **more: {"status": OK, "seconds": 4.6, "figures": figures} | more
@@ -227,9 +227,9 @@ def test_markdown_of_a_report():
     )  # fmt: skip
     for line in (
         "device some GPU, jax 9.9.",
-        "Memory: copy 4,012 GB/s (read plus written), sum - GB/s (read).",
+        "Memory: copy - GB/s (read plus written), sum 4,180 GB/s (read).",
         "| steps, xla | timed out | 5 | late |",
-        "| some kernel | **NO** | 1.2e-03 | 6.2 | 3,344 | - | - |",
+        "| some kernel | **NO** | 1.2e-03 | 6.2 | 3,344 | 80% | - | - |",
         "| layers, xla | one more sliding layer | 0.020 | 0.050 |",
         "| steps, xla | a whole step | 2.000 | 3.000 |",
         "## Extrapolated to eight GPUs: not measured",

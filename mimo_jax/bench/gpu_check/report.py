@@ -53,13 +53,17 @@ def _number(row: Figures, name: str, form: str) -> str:
     return format(row[name], form) if name in row else "-"
 
 
-def _kernel_rows(kernels: Figures) -> list[tuple[str, ...]]:
+def _kernel_rows(kernels: Figures, read_gb_per_s: float | None) -> list[tuple[str, ...]]:
     rows = []
     for name, row in kernels.items():
         verdict = row.get("error") or ("yes" if row.get("is_right") else "**NO**")
         figures = ("relative_error", ".1e"), ("kernel_us", ".1f"), ("kernel_gb_per_s", ",.0f")
         rival = ("xla_us", ".1f"), ("xla_gb_per_s", ",.0f")
-        rows.append((name, verdict, *(_number(row, *one) for one in (*figures, *rival))))
+        share = "-"
+        if read_gb_per_s and "kernel_gb_per_s" in row:
+            share = f"{row['kernel_gb_per_s'] / read_gb_per_s:.0%}"
+        kernel, xla = ([_number(row, *one) for one in group] for group in (figures, rival))
+        rows.append((name, verdict, *kernel, share, *xla))
     return rows
 
 
@@ -82,8 +86,9 @@ def to_markdown(report: Figures) -> str:
 
     kernels = parts.get("kernels", {}).get("figures", {}).get("kernels")
     if kernels:
-        header = ("kernel", "right", "error", "us", "GB/s", "XLA bf16 us", "XLA GB/s")
-        lines += ["## Kernels", "", *_table(header, _kernel_rows(kernels))]
+        header = ("kernel", "right", "error", "us", "GB/s", "of the read rate")
+        rows = _kernel_rows(kernels, rates.get("read_gb_per_s"))
+        lines += ["## Kernels", "", *_table((*header, "XLA bf16 us", "XLA GB/s"), rows)]
 
     rows = []
     for name, part in parts.items():

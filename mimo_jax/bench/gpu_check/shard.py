@@ -15,6 +15,7 @@ whole program takes a minute.
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -248,22 +249,20 @@ def time_engine(engine: Engine, size: Size) -> StepTimes:
     return StepTimes(float(np.median(durations)), min(durations), engine.compile_s, committed)
 
 
-def time_plain_and_drafted(
+def times_by_loop(
     model: PublishedModel, size: Size, way: str, mesh: Mesh
-) -> dict[str, dict[str, float]]:
-    """Step times of both loops over the same weights, by "plain" and "dflash"."""
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yields "plain", then "dflash" over the same target, each with its `StepTimes` and weights."""
     target = switched(random_share(model.target, mesh, seed=1), way)
-    drafters: dict[str, Model[DrafterConfig] | None] = {"plain": None}
-    if model.drafter is not None:
-        drafter = random_share(model.drafter, mesh, seed=2)
-        drafters["dflash"] = switched(drafter, way)
-    found: dict[str, dict[str, float]] = {}
-    for name, drafter in drafters.items():
-        engine = Engine(target, drafter, max_len=CAPACITY[size])
-        found[name] = dict(time_engine(engine, size)._asdict())
+    drafters: list[Callable[[], Any]] = [lambda: None]
+    if (config := model.drafter) is not None:
+        drafters.append(lambda: switched(random_share(config, mesh, seed=2), way))
+    for name, make_drafter in zip(("plain", "dflash"), drafters, strict=False):
+        drafter = make_drafter()
+        times = time_engine(Engine(target, drafter, max_len=CAPACITY[size]), size)
         params = [target.params] if drafter is None else [target.params, drafter.params]
-        found[name]["weights_gb"] = sum(x.nbytes for x in jax.tree.leaves(params)) / 1e9
-    return found
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        yield name, {**times._asdict(), "weights_gb": num_bytes / 1e9}
 
 
 # --- the parts -----------------------------------------------------------------------------------
@@ -274,7 +273,7 @@ def time_layers(size: Size, note: Note, way: str) -> None:
     mesh, num_more = make_mesh(DECODE, (1, 1)), MORE_LAYERS[size]
     steps: dict[str, dict[str, dict[str, float]]] = {}
     for name, model in short_models(model_of(size), num_more).items():
-        steps[name] = time_plain_and_drafted(model, size, way, mesh)
+        steps[name] = dict(times_by_loop(model, size, way, mesh))
         note({"short_models": steps})
         if name != "base":
             added = {
@@ -286,5 +285,7 @@ def time_layers(size: Size, note: Note, way: str) -> None:
 
 def time_steps(size: Size, note: Note, way: str) -> None:
     """Milliseconds of a step of all layers, plain and DFlash."""
-    mesh = make_mesh(DECODE, (1, 1))
-    note({"steps": time_plain_and_drafted(model_of(size), size, way, mesh)})
+    steps: dict[str, dict[str, float]] = {}
+    for loop, times in times_by_loop(model_of(size), size, way, make_mesh(DECODE, (1, 1))):
+        steps[loop] = times
+        note({"steps": steps})
