@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mimo_jax.bench.gpu_check import kernels, run, shard
+from mimo_jax.bench.gpu_check import kernel_check, kernels, run, shard
 from mimo_jax.bench.gpu_check.__main__ import main
 from mimo_jax.bench.gpu_check.parts import FAILED, LEFT_OUT, OK, TIMED_OUT
 from mimo_jax.bench.gpu_check.report import extrapolate, to_markdown
@@ -81,9 +81,10 @@ def test_three_parts_run_on_a_cpu(children, capsys, tmp_path: Path):
     parts = report["parts"]
     assert list(parts) == names
     found = parts["kernels"]["figures"]["kernels"]
-    assert set(found) == {
-        f"{op}_matmul, {spec}" for op in ("fp8", "dense") for spec in ("one_column_block", "normed")
-    }
+    assert list(found) == [
+        "fp8_matmul, normed", "dense_matmul, normed", "sink_attention, ring",
+        "router_top_k, small", "swiglu_experts, small",
+    ]  # fmt: skip
     assert all(row["is_right"] and row["relative_error"] < 5e-3 for row in found.values())
     steps = parts["steps, xla"]["figures"]["steps"]
     assert set(steps) == {"plain", "dflash"}
@@ -131,9 +132,12 @@ def test_wrong_and_broken_kernels_are_seen(monkeypatch):
     draw = lambda key, spec: {"x": jax.random.normal(key, (64,), jnp.bfloat16)}
     rival = lambda arrays, spec: arrays["x"]
     checks = [
-        kernels.KernelCheck(call.__name__, {"toy": {"s": 3}}, draw, call, rival, ("x",), ("x",))
+        kernel_check.KernelCheck(
+            call.__name__, {"toy": {"s": 3}}, draw, call, rival, lambda spec: 128.0,
+            lambda spec: 64.0,
+        )
         for call in (scaled, broken, refuses)
-    ]
+    ]  # fmt: skip
     monkeypatch.setattr(kernels, "CHECKS", checks)
     noted = {}
     kernels.check_kernels("toy", noted.update)
@@ -142,9 +146,9 @@ def test_wrong_and_broken_kernels_are_seen(monkeypatch):
     assert not rows["scaled, s"]["is_right"]
     assert not rows["broken, s"]["is_right"]
     assert rows["refuses, s"]["error"] == "ValueError: one line"
-    # 64 bfloat16 in each of two sets.
     row = rows["scaled, s"]
     assert row["kernel_gb_per_s"] == pytest.approx(128 / row["kernel_us"] / 1e3)
+    assert row["xla_gb_per_s"] == pytest.approx(64 / row["xla_us"] / 1e3)
 
 
 # --- a device's share ----------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def to_markdown(report: Figures) -> str:
     if kernels:
         header = ("kernel", "right", "error", "us", "GB/s", "of the read rate")
         rows = _kernel_rows(kernels, rates.get("read_gb_per_s"))
-        lines += ["## Kernels", "", *_table((*header, "XLA bf16 us", "XLA GB/s"), rows)]
+        lines += ["## Kernels", "", *_table((*header, "XLA us", "XLA GB/s"), rows)]
 
     rows = []
     for name, part in parts.items():

@@ -47,7 +47,7 @@ XLA, KERNELS = "xla", "kernels"
 # The order of worth: what is left out when time is over comes last.
 PARTS = (
     Part("rates", f"{_HERE}.rates:measure_rates", None, 40.0),
-    Part("kernels", f"{_HERE}.kernels:check_kernels", None, 90.0),
+    Part("kernels", f"{_HERE}.kernels:check_kernels", None, 120.0),
     Part("layers, xla", f"{_HERE}.shard:time_layers", XLA, 75.0),
     Part("layers, kernels", f"{_HERE}.shard:time_layers", KERNELS, 75.0),
     Part("steps, kernels", f"{_HERE}.shard:time_steps", KERNELS, 130.0),

@@ -25,7 +25,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from mimo_jax.bench.gpu_check.kernels import kernel_implementation
+from mimo_jax.bench.gpu_check.kernel_check import kernel_implementation
 from mimo_jax.bench.gpu_check.parts import Note
 from mimo_jax.bench.gpu_check.settings import XLA, Size
 from mimo_jax.cache import KVCache
