@@ -73,20 +73,13 @@ def test_an_unknown_part_is_named(capsys, tmp_path: Path):
     assert capsys.readouterr().err == f"error: part 'speed' is unknown; allowed: {names}\n"
 
 
-def test_three_parts_run_on_a_cpu(children, capsys, tmp_path: Path):
-    names = ["rates", "kernels", "steps, xla"]
+def test_two_parts_run_on_a_cpu(children, capsys, tmp_path: Path):
+    names = ["rates", "steps, xla"]
     code = main(["--size", "toy", "--out", str(tmp_path), "--only", *names])
     report = json.loads((tmp_path / "report.json").read_text())
     assert code == 0, capsys.readouterr().out
-    parts = report["parts"]
-    assert list(parts) == names
-    found = parts["kernels"]["figures"]["kernels"]
-    assert list(found) == [
-        "fp8_matmul, normed", "dense_matmul, normed", "sink_attention, ring",
-        "router_top_k, small", "swiglu_experts, small",
-    ]  # fmt: skip
-    assert all(row["is_right"] and row["relative_error"] < 5e-3 for row in found.values())
-    steps = parts["steps, xla"]["figures"]["steps"]
+    assert list(report["parts"]) == names
+    steps = report["parts"]["steps, xla"]["figures"]["steps"]
     assert set(steps) == {"plain", "dflash"}
     # The share of 2 sparse layers: 16 experts, an eighth of 1024 wide, 17 bits per 4 weights.
     experts_gb = 2 * 16 * 3 * 256 * 128 * 17 / 32 / 1e9
@@ -98,10 +91,16 @@ def test_three_parts_run_on_a_cpu(children, capsys, tmp_path: Path):
 @pytest.mark.slow
 def test_the_whole_toy_run(children, tmp_path: Path):
     main(["--size", "toy", "--out", str(tmp_path)])
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert list(report["parts"]) == [part.name for part in PARTS]
-    assert not any(part["status"] in (TIMED_OUT, LEFT_OUT) for part in report["parts"].values())
-    assert {"sliding_layer_ms", "global_layer_ms"} <= set(report["parts"]["layers, xla"]["figures"])
+    parts = json.loads((tmp_path / "report.json").read_text())["parts"]
+    assert list(parts) == [part.name for part in PARTS]
+    assert not any(part["status"] in (TIMED_OUT, LEFT_OUT) for part in parts.values())
+    assert {"sliding_layer_ms", "global_layer_ms"} <= set(parts["layers, xla"]["figures"])
+    found = parts["kernels"]["figures"]["kernels"]
+    assert list(found) == [
+        "fp8_matmul, normed", "dense_matmul, normed", "sink_attention, ring",
+        "router_top_k, small", "swiglu_experts, small",
+    ]  # fmt: skip
+    assert all(row["is_right"] and row["relative_error"] < 5e-3 for row in found.values())
 
 
 def test_needs_only_jax_flax_numpy_and_jaxtyping():
@@ -115,6 +114,22 @@ def test_needs_only_jax_flax_numpy_and_jaxtyping():
 
 
 # --- kernels -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", kernels.CHECKS, ids=lambda check: check.name)
+def test_kernels_take_what_is_drawn_for_them(check):
+    """Traced at every shape of both sizes: the kernel and its reference give the same array."""
+    for specs in check.specs.values():
+        for name, spec in specs.items():
+            drawn = jax.eval_shape(lambda key, spec=spec: check.draw(key, spec), jax.random.key(0))
+            shapes = [
+                jax.eval_shape(
+                    lambda arrays, one=one, spec=spec: check.call(arrays, spec, one), drawn
+                )
+                for one in ("xla", "mosaic_gpu")
+            ]
+            assert shapes[0] == shapes[1], name
+            jax.eval_shape(lambda arrays, spec=spec: check.rival(arrays, spec), drawn)
 
 
 def test_wrong_and_broken_kernels_are_seen(monkeypatch):
