@@ -27,8 +27,6 @@ import time
 from collections.abc import Mapping
 from typing import Annotated, Any, NoReturn
 
-import tyro
-
 from mimo_jax.config import ConfigError, require
 from mimo_jax.witness import Witness
 
@@ -45,6 +43,11 @@ _LAUNCHERS = {
 
 
 def _optional(metavar: str, default: str):
+    """How `--help` shows a flag; nothing on GPU images without tyro, which parse no flags."""
+    try:
+        import tyro
+    except ModuleNotFoundError:
+        return None
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 

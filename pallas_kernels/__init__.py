@@ -8,6 +8,7 @@ and knows no configs, caches or routers. That keeps a kernel usable, testable an
     formats         the number formats (e2m1, e8m0, e4m3) and their bit layout; the only place
                     that says which nibble of a byte comes first
     sink_attention  attention with sinks, windows and draft-block or tree masks
+    fp8_matmul      products of few rows with a dense weight, FP8 or bfloat16, an RMS norm in front
     grouped_matmul  expert matrix products with bfloat16 or MXFP4 weights; never its own router
     mxfp4_codec     pack and unpack on the device, rounding to nearest even
 

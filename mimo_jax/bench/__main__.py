@@ -7,6 +7,8 @@ from typing import Any
 import tyro
 
 from mimo_jax.bench import commands, options
+from mimo_jax.bench.gpu_check.__main__ import check
+from mimo_jax.bench.gpu_check.settings import GpuCheck
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "decode": (options.Decode, commands.run_decode),
@@ -17,6 +19,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "load": (options.Load, commands.run_load),
     "moe": (options.Moe, commands.run_moe),
     "fp8": (options.Fp8, commands.run_fp8),
+    "gpu-check": (GpuCheck, check),
 }
 
 

@@ -86,17 +86,25 @@ def lay_out_for_decode[Config](
       model: Any; baselines' drafters never use kernels.
       implementation: Of pallas_kernels.dispatch; None = the best there is.
     """
-    if isinstance(model.config, TargetConfig | DrafterConfig):
-        if implementation is None:
-            reason = why_not(model.config, model.dtype, model.mesh)
-            implementation = XLA if reason is not None else MOSAIC_GPU
-        graph, params = use_kernels(model.graph, model.params, implementation, model.mesh)
-        model = Model(model.config, graph, params, model.mesh)
+    model = switch_to_kernels(model, implementation)
     if model.mesh is not None:
         return model
     if not prefers_transposed(sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))):
         return _with_unpacked_experts(model)
     return Model(model.config, *transpose_weights(model.graph, model.params))
+
+
+def switch_to_kernels[Config](
+    model: Model[Config], implementation: str | None = None
+) -> Model[Config]:
+    """The model on the Pallas kernels, where they run; see `lay_out_for_decode`."""
+    if not isinstance(model.config, TargetConfig | DrafterConfig):
+        return model
+    if implementation is None:
+        reason = why_not(model.config, model.dtype, model.mesh)
+        implementation = XLA if reason is not None else MOSAIC_GPU
+    graph, params = use_kernels(model.graph, model.params, implementation, model.mesh)
+    return Model(model.config, graph, params, model.mesh)
 
 
 def _with_unpacked_experts[Config](model: Model[Config]) -> Model[Config]:

@@ -17,7 +17,7 @@ from mimo_jax.checkpoint.hf_target import load_target
 from mimo_jax.checkpoint.json_config import read_json
 from mimo_jax.checkpoint.safetensors_reader import CheckpointError
 from mimo_jax.config import ConfigError, DrafterConfig, TargetConfig
-from mimo_jax.decode.engine import prefers_transposed
+from mimo_jax.decode.engine import prefers_transposed, switch_to_kernels
 from mimo_jax.decode.placement import Model, place_on_mesh
 from mimo_jax.text.tokenizer import Tokenizer
 
@@ -128,7 +128,8 @@ def load_checkpoint(
     elif drafter_dir is not None:
         drafter_model = Model(*load_drafter(drafter_dir, DTYPES[dtype], **place), mesh)
     return Loaded(
-        target=Model(config, graph, params, mesh),
+        # Here and not in an engine: there is no room for a large model's experts in both forms.
+        target=switch_to_kernels(Model(config, graph, params, mesh)),
         drafter=drafter_model,
         tokenizer=tokenizer,
         stop_ids=read_stop_ids(directory, config.vocab_size),

@@ -7,6 +7,7 @@ one after the other; its blocks, and so its scale rows, start anew with each (`n
   * CPU: tiles of rows that share a scale row become float32 behind an optimization_barrier, then
     meet a plain product. 4096x4096 by one token: 3.1 ms, float32 1.8 to 3.2, bfloat16 38 to 70
     (BENCHMARKS.md). Small matrices are one tile.
+  * Hopper with the kernels on, a few tokens: `pallas_kernels/fp8_matmul`, one launch.
   * elsewhere, a few tokens: one batched product per column block on the codes themselves, scaled
     afterwards. XLA:GPU converts inside the product, reads each code once and expands nothing;
     scaling first would write a bfloat16 copy of the matrix (42 MB for 3392x6144).
@@ -26,7 +27,9 @@ import numpy as np
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, Shaped
 
 from mimo_jax.quant.fp8 import BLOCK_LEN, num_blocks
+from pallas_kernels.dispatch import XLA
 from pallas_kernels.formats import decode_e4m3
+from pallas_kernels.fp8_matmul.api import MAX_ROWS, TILE_IN, TILE_OUT, fp8_matmul
 
 # Weights of a CPU tile: 1 MB in float32, which stays in a core's L2.
 _TILE_WEIGHTS = 1 << 18
@@ -39,11 +42,13 @@ class Fp8Weight(NamedTuple):
       codes: [out, in].
       scale: One factor per block; [num_chunks * blocks of a chunk's rows, blocks of in].
       num_chunks: Stretches of rows, equally long, whose blocks start anew.
+      implementation: Of pallas_kernels.dispatch: what multiplies a decode step's few tokens.
     """
 
     codes: Float8e4m3fn[Array, "out in"]
     scale: Float32[Array, "_ _"]
     num_chunks: int = 1
+    implementation: str = XLA
 
 
 def scaled_linear(x: Float[Array, "*b i"], w: Fp8Weight, *, out_dtype=None) -> Float[Array, "*b o"]:
@@ -57,8 +62,18 @@ def scaled_linear(x: Float[Array, "*b i"], w: Fp8Weight, *, out_dtype=None) -> F
     Example: x (1, 2), codes ((3, 4),), scale 0.5 -> 5.5.
     """
     rows = x.reshape(-1, x.shape[-1])
+    if _fits_kernel(rows, w):
+        out = fp8_matmul(rows, w.codes, w.scale, implementation=w.implementation)
+        return out.astype(out_dtype or x.dtype).reshape(*x.shape[:-1], w.codes.shape[0])
     out = _of_platform(rows, w.codes, w.scale, num_chunks=w.num_chunks)
     return out.astype(out_dtype or x.dtype).reshape(*x.shape[:-1], w.codes.shape[0])
+
+
+def _fits_kernel(x, w: Fp8Weight) -> bool:
+    """Whether the Hopper kernel takes the product; it knows one chunk and whole tiles."""
+    num_rows, width = w.codes.shape
+    is_whole = num_rows % TILE_OUT == 0 and width % TILE_IN == 0 and w.num_chunks == 1
+    return w.implementation != XLA and is_whole and x.shape[0] <= MAX_ROWS
 
 
 # Compiled once per shape: 70 layers alike are traced as one.

@@ -61,20 +61,31 @@ def _why_not_shapes(config: TargetConfig | DrafterConfig, num_parts: int) -> str
     return why_not_tiles(f, d) or why_not_tiles(d, f)
 
 
-def use_kernels(graph, params, implementation: str, mesh: Mesh | None = None):
+def use_kernels(
+    graph,
+    params,
+    implementation: str,
+    mesh: Mesh | None = None,
+    num_parts: int | None = None,
+):
     """(graph, params) of a target or drafter that runs on the kernels; as given for XLA.
+
+    Tiles are made layer by layer; drop the given params soon, both forms of a large model do not
+    fit a device.
 
     Args:
       graph: Of the module; on a mesh that of one device's part.
       params: Arrays or jax.ShapeDtypeStruct; on a mesh placed there.
       implementation: Of pallas_kernels.dispatch.
       mesh: Of sharding.DECODE, or None.
+      num_parts: Devices that widths are, or will be, cut over; default those of the mesh.
     """
     module = nnx.merge(graph, params)
     if implementation == XLA or module.implementation == implementation:
         return graph, params
     module.implementation = implementation
-    num_parts = 1 if mesh is None else mesh_sizes(mesh)[MODEL]
+    if num_parts is None:
+        num_parts = 1 if mesh is None else mesh_sizes(mesh)[MODEL]
     for layer in module.layers:
         if hasattr(layer, "experts_gate_scale"):
             _tile_experts(layer, num_parts, mesh)

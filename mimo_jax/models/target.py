@@ -139,11 +139,13 @@ class TargetLayer(nnx.Module):
         scale = weight(rngs, blocks, scale_axes, fill=0, dtype=jnp.float32)
         setattr(self, f"{name}_scale", scale)
 
-    def matrix(self, name: str, num_chunks: int = 1) -> Array | Fp8Weight:
+    def matrix(self, name: str, implementation: str, num_chunks: int = 1) -> Array | Fp8Weight:
         """A projection in the form that `linear` takes, whichever is held."""
         scale = getattr(self, f"{name}_scale", None)
         values = getattr(self, name)[...]
-        return values if scale is None else Fp8Weight(values, scale[...], num_chunks)
+        if scale is None:
+            return values
+        return Fp8Weight(values, scale[...], num_chunks, implementation)
 
     def experts(self) -> moe.Experts | moe.PackedExperts | TiledExperts:
         """The expert stacks of a sparse layer."""
@@ -615,7 +617,8 @@ def run_layers(
     normed = rms_norm(x, norms[0][...], eps=config.norm_eps)
     for layer_idx, layer in enumerate(model.layers):
         chunks = config.num_fp8_chunks
-        qkv = linear(normed, layer.matrix("w_qkv", chunks), is_transposed=model.is_transposed)
+        w_qkv = layer.matrix("w_qkv", model.implementation, chunks)
+        qkv = linear(normed, w_qkv, is_transposed=model.is_transposed)
         if config.is_fp8:
             qkv = join_chunks(qkv, config.layer_attention(layer_idx).qkv_widths, chunks)
         mixed = meet(layer_idx, layer, qkv)
@@ -628,7 +631,8 @@ def run_layers(
             routing += chosen
             out = psum_over(out, model.mesh_axis)
         else:
-            matrices = [layer.matrix(name) for name in ("w_gate", "w_up", "w_down")]
+            names = ("w_gate", "w_up", "w_down")
+            matrices = [layer.matrix(name, model.implementation) for name in names]
             out = moe.swiglu(
                 normed,
                 *matrices,

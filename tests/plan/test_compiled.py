@@ -158,7 +158,10 @@ ENTRY %main (x: bf16[8,6144]) -> bf16[8,256] {
   %tiles = s32[1,384,4,24,64,32]{5,4,3,2,1,0} parameter(1)
   %scales = u8[1,384,4,192,64]{4,3,2,1,0} parameter(2)
   %memory = bf16[1,1,144,192]{3,2,1,0} parameter(3)
-  %mpmd_map.3 = (bf16[8,256]{1,0}, bf16[1,1,144,192]{3,2,1,0}) custom-call(%x, %tiles, %scales, %memory), custom_call_target="mosaic_gpu_v2", output_to_operand_aliasing={{1}: (3, {})}, api_version=API_VERSION_TYPED_FFI, metadata={op_name="jit(f)/jit(up)/body/mpmd_map"}
+  %mpmd_map.3 = (bf16[8,256]{1,0}, bf16[1,1,144,192]{3,2,1,0}) \
+custom-call(%x, %tiles, %scales, %memory), custom_call_target="mosaic_gpu_v2", \
+output_to_operand_aliasing={{1}: (3, {})}, api_version=API_VERSION_TYPED_FFI, \
+metadata={op_name="jit(f)/jit(up)/body/mpmd_map"}
   ROOT %out = bf16[8,256]{1,0} get-tuple-element(%mpmd_map.3), index=0
 }
 """
