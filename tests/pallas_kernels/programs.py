@@ -7,6 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.add_norm.api import add_norm
+from pallas_kernels.grouped_matmul.api import swiglu_experts
+from pallas_kernels.grouped_matmul.tiles import TiledWeights, tiled_shapes
+from pallas_kernels.router_top_k.api import router_top_k
 from pallas_kernels.sink_attention import api, block
 from pallas_kernels.sink_attention.arg_specs import ARG_SPECS, ArgSpec
 
@@ -104,4 +108,31 @@ def lower_attention(mesh: Mesh, *, layers: list[str], has_context: bool = False)
         weights,
         {spec.slots: of((1, spec.slots), jnp.int32) for spec in specs if spec.window is not None},
         memory_of(ARG_SPECS["pro drafter"]) if has_context else (),
+    )
+
+
+def lower_sparse_layers(mesh: Mesh, *, tokens: int):
+    """Three of 69 sparse layers of the Pro on one device of eight, their experts in one stack."""
+    num_layers, e, d, f, top_k = 69, 384, 6144, 256, 8
+
+    def of(shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def stack(n: int, k: int):
+        tile_shape, scale_shape = tiled_shapes((num_layers, e, n, k))
+        return TiledWeights(of(tile_shape, jnp.int32), of(scale_shape, jnp.uint8))
+
+    def program(x, addend, norm, w_router, bias, stacks):
+        for layer in (0, 40, 68):
+            x, normed = add_norm(x, addend, norm, eps=1e-5, implementation="mosaic_gpu")
+            logits = jnp.matmul(w_router, normed.T, preferred_element_type=jnp.float32)
+            choice = router_top_k(logits, bias, top_k=top_k, implementation="mosaic_gpu")
+            index = jnp.array([layer], jnp.int32)
+            addend = swiglu_experts(normed, *stacks, choice, index, implementation="mosaic_gpu")
+        return x, addend
+
+    row = of((tokens, d))
+    stacks = (stack(f, d), stack(f, d), stack(d, f))
+    return jax.jit(program).lower(
+        row, row, of((d,)), of((e, d)), of((e,), jnp.float32), stacks
     )
