@@ -4,12 +4,20 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from mimo_jax.plan.account import DFLASH, LAUNCHES, MEMORY, PLAIN, ROOFLINE, SHARDING, Plan
+from mimo_jax.plan.account import (
+    DFLASH,
+    LAUNCHES,
+    MEMORY,
+    PLAIN,
+    ROOFLINE,
+    SHARDING,
+    Plan,
+    Program,
+)
 from mimo_jax.plan.devices import SOURCES
 from mimo_jax.plan.roofline import SCENE_ACCEPT_LENGTHS, drafter_choice
 from mimo_jax.plan.thunks import COLLECTIVE_KERNEL
 from mimo_jax.plan.weights import DRAFTER
-from mimo_jax.plan.worker import ProgramFacts
 
 GB = 1e9
 
@@ -73,16 +81,33 @@ def programs_table(plan: Plan) -> Table:
 _XLA_KERNEL, _OUR_KERNEL = "kCustomKernel", "kCustomCall"
 
 
-def _launch_cells(facts: ProgramFacts, num_layers: int | None) -> list[str]:
-    """Launches of a step: all, per layer, and by kind."""
-    if facts.launches is None or facts.num_launches is None:
-        return ["-"] * 6
-    count = facts.launches.get
-    kernels, ours, sums = (count(kind, 0) for kind in (_XLA_KERNEL, _OUR_KERNEL, COLLECTIVE_KERNEL))
-    per_layer = "-" if num_layers is None else f"{facts.num_launches / num_layers:.1f}"
-    other = facts.num_launches - kernels - ours - sums
-    total = f"{facts.num_launches:,}" + ("+" if facts.num_inner_loops else "")
-    return [total, per_layer, *(f"{n:,}" for n in (kernels, ours, sums, other))]
+def _launch_cells(plan: Plan, program: Program) -> dict[str, str]:
+    """One column of the launches table."""
+    facts = program.facts
+    names = ("launches", "per layer", "of XLA", "of our kernels", "all-reduces", "other",
+             "CUDA graphs", "collectives", "MB in them", "copies over 8 MB", "GB moved",
+             "scratch MB", "compile s")  # fmt: skip
+    if facts is None:
+        return dict.fromkeys(names, "not available")
+    counts = ["-"] * 7
+    if facts.launches is not None and facts.num_launches is not None:
+        of = facts.launches.get
+        kinds = [of(kind, 0) for kind in (_XLA_KERNEL, _OUR_KERNEL, COLLECTIVE_KERNEL)]
+        layers = _layers_of(plan, program.name)
+        counts = [
+            f"{facts.num_launches:,}" + ("+" if facts.num_inner_loops else ""),
+            "-" if layers is None else f"{facts.num_launches / layers:.2f}",
+            *(f"{n:,}" for n in (*kinds, facts.num_launches - sum(kinds))),
+            f"{facts.num_command_buffers}" + (", all" if facts.is_one_graph else ""),
+        ]
+    collectives = [f"{n:,} {kind}" for kind, (n, _) in facts.collectives.items()]
+    moved = sum(num_bytes for _, num_bytes in facts.collectives.values())
+    values = [
+        *counts, ", ".join(collectives) or "none", f"{moved / 1e6:,.2f}",
+        str(len(facts.large_copies)), f"{facts.moved_bytes / GB:,.2f}",
+        f"{facts.temp_bytes / 1e6:,.1f}", f"{facts.compile_s:.1f}",
+    ]  # fmt: skip
+    return dict(zip(names, values, strict=True))
 
 
 def _layers_of(plan: Plan, name: str) -> int | None:
@@ -96,32 +121,23 @@ def _layers_of(plan: Plan, name: str) -> int | None:
 
 
 def launches_table(plan: Plan) -> Table:
-    """Launches, graphs, collectives and copies of every compiled program."""
+    """Launches, graphs, collectives and copies; one column per compiled program."""
+    programs = [program for program in plan.programs.values() if program.facts is not None]
     table = _table(
-        "Per step (per run, where there is no loop over steps)", "program", "launches",
-        "per layer", "of XLA", "kernels", "all-reduces", "other", "CUDA graphs", "collectives",
-        "MB in them", "copies over 8 MB", "GB moved", "scratch MB",
+        "Per step (per run, where there is no loop over steps)", "",
+        *(program.name for program in plan.programs.values()),
     )  # fmt: skip
+    rows: dict[str, list[str]] = {}
     for program in plan.programs.values():
-        facts = program.facts
-        if facts is None:
-            table.add_row(program.name, "not available")
-            continue
-        graphs = "-"
-        if facts.launches is not None:
-            graphs = f"{facts.num_command_buffers}" + (", all" if facts.is_one_graph else "")
-        kinds = "\n".join(f"{n:,} {kind}" for kind, (n, _) in facts.collectives.items())
-        moved = sum(num_bytes for _, num_bytes in facts.collectives.values())
-        table.add_row(
-            program.name, *_launch_cells(facts, _layers_of(plan, program.name)), graphs,
-            kinds or "none", f"{moved / 1e6:,.2f}", str(len(facts.large_copies)),
-            f"{facts.moved_bytes / GB:,.2f}", f"{facts.temp_bytes / 1e6:,.1f}",
-        )  # fmt: skip
+        for name, cell in _launch_cells(plan, program).items():
+            rows.setdefault(name, []).append(cell)
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
     table.caption = (
         "-: not compiled that far; +: and loops inside, counted once; all: the loop is one graph; "
         "GB moved: without the experts that kernels pick, see the roofline"
     )
-    reasons = {p.facts.why_no_kernels for p in plan.programs.values() if p.facts is not None}
+    reasons = {p.facts.why_no_kernels for p in programs if p.facts is not None}
     for reason in sorted(reason for reason in reasons if reason is not None):
         table.caption += f"; no kernels: {reason}"
     return table

@@ -13,6 +13,9 @@ from pallas_kernels import dispatch
 from pallas_kernels.router_top_k import reference
 
 SCORINGS = ("sigmoid", "softmax")
+# One thread block compares all choices with all: 16 tokens of 8 experts fill its registers, and
+# larger trees take the plain path.
+MAX_KERNEL_CHOICES = 128
 
 
 class Choice(NamedTuple):
@@ -48,7 +51,7 @@ def router_top_k(
       top_k: Experts per token, at most e.
       routed_scale: Factor on the weights.
       scoring: One of SCORINGS.
-      implementation: One of dispatch.IMPLEMENTATIONS.
+      implementation: One of dispatch.IMPLEMENTATIONS; the kernel takes up to MAX_KERNEL_CHOICES.
 
     Raises:
       ValueError: If top_k, the number of tokens or scoring is not allowed.
@@ -65,7 +68,7 @@ def router_top_k(
     if scoring not in SCORINGS:
         raise ValueError(f"scoring {scoring!r} is unknown; allowed: {', '.join(SCORINGS)}")
     options = {"top_k": top_k, "routed_scale": routed_scale, "scoring": scoring}
-    if implementation == dispatch.XLA:
+    if implementation == dispatch.XLA or top_k * -(-t // 8) * 8 > MAX_KERNEL_CHOICES:
         choices, weights = reference.router_top_k(logits, bias, **options)
         return Choice(*reference.distinct(choices), choices, weights)
     from pallas_kernels.router_top_k import pallas_mosaic_gpu as kernel

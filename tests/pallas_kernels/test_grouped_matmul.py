@@ -17,7 +17,7 @@ from pallas_kernels.grouped_matmul.tiles import TiledWeights, tile_weights, unti
 from pallas_kernels.router_top_k.api import Choice
 from pallas_kernels.router_top_k.reference import distinct
 
-LAYERS, EXPERTS, D, F, T, TOP_K = 2, 5, 256, 128, 3, 2
+LAYERS, EXPERTS, D, F, T, TOP_K = 2, 5, 384, 128, 3, 2
 LAYER = jnp.array([1], jnp.int32)
 
 
@@ -170,7 +170,7 @@ def test_the_example_of_the_docstring():
         ({"tokens": 65}, r"x has 65 tokens; 1\.\.64 are allowed"),
         ({"tokens": 4}, "choices are for 3 tokens, x has 4"),
         ({"implementation": "triton"}, "allowed: xla, mosaic_gpu, interpret"),
-        ({"swap": True}, r"down: tiles .* do not hold 5 matrices \[256, 128\]"),
+        ({"swap": True}, r"down: tiles .* do not hold 5 matrices \[384, 128\]"),
     ],
 )
 def test_calls_that_cannot_be(change, message):

@@ -59,6 +59,15 @@ def test_kernel_agrees_ties_included(e, t, top_k, scoring):
     np.testing.assert_array_equal(found.expert_ids[:number], wanted.expert_ids[:number])
 
 
+def test_many_choices_take_the_plain_path():
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((16, 40)), jnp.float32)
+    found, wanted = (
+        router_top_k(logits, jnp.zeros(16), top_k=4, implementation=implementation)
+        for implementation in (MOSAIC_GPU, XLA)
+    )
+    np.testing.assert_array_equal(found.expert_ids, wanted.expert_ids)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
