@@ -1,0 +1,47 @@
+"""The embedded default with experts in MXFP4: some more steps in which the forward sees them so.
+
+    python train.py --config configs/qat_nano.py
+
+Starts from the weights in assets/mimo-nano, target and drafter; the target's text is then written
+anew and the drafter goes on learning on it. The control, same steps and no quantization, is
+configs/qat_nano_control.py; `python -m mimo_jax.bench qat` compares the two.
+"""
+
+import dataclasses
+
+from configs import nano
+from mimo_jax.train.config import ExperimentConfig, QatConfig, RegenerateConfig
+
+NUM_STEPS = 300
+
+
+def get_config() -> ExperimentConfig:
+    full = nano.get_config()
+    return dataclasses.replace(
+        full,
+        name="qat-nano",
+        seed=7,  # other batches than those the weights saw first
+        checkpoint="assets/mimo-nano",
+        target_train=dataclasses.replace(
+            full.target_train,
+            num_steps=NUM_STEPS,
+            muon_lr=1.5e-3,
+            adamw_lr=5e-4,
+            warmup_steps=20,
+            decay_fraction=0.9,
+            balance_rate=5e-4,
+            eval_every=NUM_STEPS // 2,
+            save_every=NUM_STEPS // 2,
+            qat=QatConfig(),
+        ),
+        regenerate=RegenerateConfig(num_tokens=400_000),
+        drafter_train=dataclasses.replace(
+            full.drafter_train,
+            num_steps=2000,
+            muon_lr=2e-3,
+            adamw_lr=5e-4,
+            decay_fraction=0.9,
+            eval_every=1000,
+            save_every=500,
+        ),
+    )
