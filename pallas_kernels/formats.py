@@ -6,9 +6,9 @@ MXFP4: E2M1 codes in groups of 32 along the reduction axis, one E8M0 scale per g
 two codes, the even column in the low nibble.
 
 Policy at the edges of E8M0, where float32 ends: bytes 2..252 decode exactly, for every code and
-under jit. Byte 0 is itself subnormal, which XLA:CPU flushes: all codes become zero. With byte 1 that
-happens to code 1 alone. With 253 the magnitudes 4 and 6 overflow to infinity, with 254 all from 2
-on; 255 gives NaN for every code, zero included.
+under jit. Byte 0 is itself subnormal, which XLA:CPU flushes: all codes become zero. With byte 1
+that happens to code 1 alone. With 253 the magnitudes 4 and 6 overflow to infinity, with 254 all
+from 2 on; 255 gives NaN for every code, zero included.
 
 Source: OCP Microscaling Formats v1.0, sections 5.3.3 and 5.4.1.
 """

@@ -16,7 +16,10 @@ QkvLayout = Literal["chunked", "plain"]
 
 @dataclasses.dataclass(frozen=True)
 class Inspect:
-    """Where every tensor of a checkpoint goes, and whether it would load. Reads headers only."""
+    """Where every tensor of a checkpoint goes, and whether it would load.
+
+    Reads headers, and of packed experts the scales.
+    """
 
     checkpoint: tyro.conf.Positional[Path]
     """Directory with config.json and safetensors (a drafter in dflash/ is looked at too)."""
@@ -120,6 +123,13 @@ def run_inspect(arguments: Inspect, console: Console) -> int:
     for part, result in audits.items():
         verdict = "would load" if result.problem is None else result.problem
         console.print(f"{part}: {verdict}", soft_wrap=True, markup=False)
+        for key, count in result.num_odd_scales.items():
+            console.print(
+                f"{part}: {key}: {count} scale bytes of 253 to 255, whose values are infinite or "
+                "NaN",
+                soft_wrap=True,
+                markup=False,
+            )
     if arguments.json is not None:
         report = {part: dataclasses.asdict(result) for part, result in audits.items()}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,8 +1,8 @@
 """A target's experts between float stacks and MXFP4 as the files hold it.
 
-Float stacks are [d, e, f] and [e, f, d], packed ones [e, out, in / 2] with rows as outputs: groups lie
-along the axis that the product sums over, so each matrix is turned before it is packed. Decoding
-changes no value (scale bytes 2..252, which is what weights have), packing rounds.
+Float stacks are [d, e, f] and [e, f, d], packed ones [e, out, in / 2] with rows as outputs: groups
+lie along the axis that the product sums over, so each matrix is turned before it is packed.
+Decoding changes no value (scale bytes 2..252, which is what weights have), packing rounds.
 """
 
 import dataclasses
@@ -86,8 +86,9 @@ def unpack_experts(config: TargetConfig, params) -> tuple[TargetConfig, Any, Any
     float_config = _with_format(config, is_mxfp4=False)
     flat = flatten(params)
     dtype = flat["embedding"].dtype
-    for name in [name for name in flat if mxfp4_axis(name) is not None]:
-        axis = mxfp4_axis(name)
+    for name, axis in [(name, mxfp4_axis(name)) for name in flat]:
+        if axis is None:
+            continue
         values = dequantize(Packed(flat[name], flat.pop(name + "_scale")))
         flat[name] = values.transpose(_AS_FLOAT_STACK[axis]).astype(dtype)
     graph, like = _like(float_config, dtype)

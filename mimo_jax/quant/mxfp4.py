@@ -1,7 +1,7 @@
 """MXFP4: 32 numbers share a power of two; one implementation for converting and for training.
 
-What the format leaves open is the rule by which a group gets its scale X = 2 ** e. Three are in use,
-and they differ only in when the largest magnitude of a group takes the next power of two:
+What the format leaves open is the rule by which a group gets its scale X = 2 ** e. Three are in
+use, and they differ only in when the largest magnitude of a group takes the next power of two:
 
   * floor: never; e = floor(log2 amax) - 2. The text of the standard, and torchao's default. The
     largest lies in [4, 8) X: what is above 6 X is clipped.
@@ -12,10 +12,10 @@ and they differ only in when the largest magnitude of a group takes the next pow
 So a rule is a number that is added to the bits of amax before the exponent field is read. Exponents
 come from bits, never from a logarithm: float32's log2 rounds up just below powers of two.
 
-Elements are rounded to nearest, ties to even, and saturate at 6 X; the sign of zero is kept; a group
-of zeros has scale byte 0. Everything is exact under jit, subnormal inputs included (XLA:CPU would
-flush them; their bits are read as integers here). What the edges of the scale decode to is written
-in `pallas_kernels/formats.py`.
+Elements are rounded to nearest, ties to even, and saturate at 6 X; the sign of zero is kept; a
+group of zeros has scale byte 0. Everything is exact under jit, subnormal inputs included (XLA:CPU
+would flush them; their bits are read as integers here). What the edges of the scale decode to is
+written in `pallas_kernels/formats.py`.
 
 A group that holds NaN or infinity gets scale byte 255, that is NaN throughout, under jit, where
 nothing can be raised: an error then shows in the next loss. Outside, `quantize_weights` refuses it
@@ -40,7 +40,6 @@ from pallas_kernels.formats import (
     MX_GROUP_LEN,
     decode_mxfp4,
     e2m1_magnitude_codes,
-    e2m1_values,
     pack_nibbles,
 )
 

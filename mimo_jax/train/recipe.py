@@ -257,7 +257,7 @@ def load_exported_target(run_dir: Path, mesh: Mesh | None = None) -> Model:
     is_packed = target_config.moe is not None and target_config.moe.is_mxfp4
     if mesh is None or is_packed:
         model = load_float_target(directory)
-        return model._replace(params=place_params(model.params, mesh))
+        return dataclasses.replace(model, params=place_params(model.params, mesh))
     _, like = abstract(lambda: Target(target_config, rngs=nnx.Rngs(0)))
     shardings = flatten(param_shardings(like, mesh))
     return Model(
