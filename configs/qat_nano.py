@@ -34,14 +34,14 @@ def get_config() -> ExperimentConfig:
             save_every=NUM_STEPS // 2,
             qat=QatConfig(),
         ),
-        regenerate=RegenerateConfig(num_tokens=400_000),
+        regenerate=RegenerateConfig(num_tokens=250_000),
         drafter_train=dataclasses.replace(
             full.drafter_train,
-            num_steps=2000,
+            num_steps=1200,
             muon_lr=2e-3,
             adamw_lr=5e-4,
             decay_fraction=0.9,
-            eval_every=1000,
-            save_every=500,
+            eval_every=600,
+            save_every=300,
         ),
     )

@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "lossless": (options.Lossless, commands.run_lossless),
     "prefix": (options.Prefix, commands.run_prefix),
     "context": (options.Context, commands.run_context),
+    "qat": (options.Qat, commands.run_qat),
     "load": (options.Load, commands.run_load),
 }
 

@@ -7,7 +7,7 @@ import tempfile
 from rich.console import Console
 from rich.table import Table
 
-from mimo_jax.bench.options import Context, Decode, Drafters, Load, Lossless, Prefix
+from mimo_jax.bench.options import Context, Decode, Drafters, Load, Lossless, Prefix, Qat
 
 
 def run_prefix(arguments: Prefix) -> int:
@@ -42,6 +42,36 @@ def run_prefix(arguments: Prefix) -> int:
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         results = {"machine": machine(), "system_len": arguments.system_len, "rows": rows}
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+def run_qat(arguments: Qat) -> int:
+    """Measures the five forms, prints the table and writes the JSON."""
+    from mimo_jax.bench import qat_bench as bench
+    from mimo_jax.checkpoint.safetensors_reader import CheckpointError
+    from mimo_jax.train.provenance import machine
+    from mimo_jax.train.recipe import load_float_target, read_rows
+
+    console = Console()
+    texts = read_rows(arguments.text)
+    if not texts:
+        console.print(f"bench: {arguments.text}: no SCENE.npz; train.py writes them", markup=False)
+        return 2
+    try:
+        models = [load_float_target(p) for p in (arguments.start, arguments.more, arguments.qat)]
+    except (CheckpointError, OSError, ValueError) as error:
+        console.print(f"bench: {error}", markup=False)
+        return 2
+    rows = bench.compare(*models, texts, arguments.rule)
+    losses = {"documents": "d", "tokens": ",d"} | dict.fromkeys(bench.FORMS, ".4f")
+    gaps = dict.fromkeys(("gap", "gap_pm", "qat_minus_more", "qat_minus_more_pm"), ".4f")
+    gaps |= {"closed": ".0%", "strict_gap": ".4f", "strict_gap_pm": ".4f", "strict_closed": ".0%"}
+    console.print(_table("Held-out loss, nats per token", rows, losses))
+    console.print(_table("What is left of the gap (pm: half of a 95% interval)", rows, gaps))
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        results = {"machine": machine(), "rule": arguments.rule, "scenes": rows}
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 

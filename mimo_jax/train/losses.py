@@ -137,7 +137,7 @@ def divergence(
     Returns:
       float32 nats per position, >= 0; 0 if no position counts.
 
-    Example: teacher (0, ln 3), student (0, 0) -> .75 ln 3 + ln .5 + ... = .1308.
+    Example: teacher (0, ln 3), student (0, 0) -> .25 ln(.25 / .5) + .75 ln(.75 / .5) = .1308.
     """
     safe = lambda x: jnp.where(mask[..., None], x.astype(jnp.float32), 0.0)
     student = jax.nn.log_softmax(safe(logits), axis=-1)
