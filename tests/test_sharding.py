@@ -9,9 +9,15 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from configs.tiny import tiny_target
+from configs.tiny import mesh_target, tiny_target
 from mimo_jax.config import ConfigError
-from mimo_jax.models.params import abstract, logical_axes, partition_specs, transpose_weights
+from mimo_jax.models.params import (
+    abstract,
+    flatten,
+    logical_axes,
+    partition_specs,
+    transpose_weights,
+)
 from mimo_jax.models.target import Target
 from mimo_jax.sharding import (
     DECODE,
@@ -92,3 +98,18 @@ def test_constrain_places_an_array():
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 2)}
     x = jax.numpy.ones((3,))
     assert constrain(x, ("batch",), DECODE, None) is x
+
+
+def test_packed_weights_and_their_scales_are_cut_in_whole_groups():
+    """256 columns are 128 bytes and 8 scales; 16 parts would have 8 bytes and half a scale each."""
+    rules = AxisRules("mine", ("model",), {"expert_hidden": ("model",)})
+    shapes = abstract(lambda: Target(mesh_target(is_mxfp4=True), rngs=nnx.Rngs(0)))[1]
+    specs = flatten(partition_specs(shapes, rules, {"model": 8}))
+    assert specs["layers.1.experts_down"] == specs["layers.1.experts_down_scale"]
+    assert specs["layers.1.experts_down"] == P(None, None, "model")
+    with pytest.raises(ConfigError) as caught:
+        partition_specs(shapes, rules, {"model": 16})
+    assert str(caught.value) == (
+        "layers.1.experts_down: axis expert_hidden of 256 cut into 16 parts would split MXFP4 "
+        "groups of 32; it can be cut into 1, 2, 4, 8 parts"
+    )

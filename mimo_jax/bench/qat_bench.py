@@ -13,6 +13,7 @@ Closed: the share of the gap between `naive` and `more steps` that `qat` does no
 from `more, naive` is the stricter one: it credits nothing to the steps themselves.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -44,36 +45,44 @@ def rounded(params, rule: str):
     return unflatten(params, fake_quantize_params(flatten(params), rule))
 
 
-def document_losses(model: Model, rows: PackedRows) -> tuple[np.ndarray, np.ndarray]:
-    """Summed next-token loss and number of tokens of every document, float32 [documents].
-
-    Args:
-      model: A float32 target on one device.
-      rows: Packed documents; all their tokens count.
-    """
+def make_token_losses(graph) -> Callable:
+    """Jitted (params, token ids, segment ids, positions) -> losses [r, s], and which count."""
 
     @jax.jit
-    def forward(params, token_ids, segment_ids, positions):
-        target = nnx.merge(model.graph, params)
+    def token_losses(params, token_ids, segment_ids, positions):
+        target = nnx.merge(graph, params)
         logits = target(token_ids, segment_ids=segment_ids, positions=positions).logits
         labels, mask = losses.shift_labels(token_ids, segment_ids > 0, segment_ids)
         _, aux = losses.next_token_loss(logits, labels, mask)
         return aux.cross_entropy, mask
 
+    return token_losses
+
+
+def document_losses(
+    token_losses: Callable, params, rows: PackedRows
+) -> tuple[np.ndarray, np.ndarray]:
+    """Summed next-token loss and number of tokens of every document, float64 [documents].
+
+    Args:
+      token_losses: From `make_token_losses`.
+      params: Of the target, float32.
+      rows: Packed documents; all their tokens count.
+    """
     sums, counts = [], []
     for first in range(0, len(rows.token_ids), _BATCH_ROWS):
         part = [a[first : first + _BATCH_ROWS] for a in rows]
         missing = _BATCH_ROWS - len(part[0])
         padded = PackedRows(*(np.pad(a, ((0, missing), (0, 0))) for a in part))
-        token_losses, mask = forward(
-            model.params,
+        of_token, mask = token_losses(
+            params,
             *(jnp.asarray(a) for a in (padded.token_ids, padded.segment_ids, padded.positions)),
         )
-        token_losses, mask = np.asarray(token_losses, np.float64), np.asarray(mask)
+        of_token, mask = np.asarray(of_token, np.float64), np.asarray(mask)
         for row, segments in enumerate(padded.segment_ids):
             num_segments = int(segments.max()) + 1
             of_segment = lambda x, s=segments, n=num_segments: np.bincount(s, x, n)[1:]
-            sums.append(of_segment(token_losses[row]))
+            sums.append(of_segment(of_token[row]))
             counts.append(of_segment(mask[row]))
     return np.concatenate(sums), np.concatenate(counts)
 
@@ -108,16 +117,17 @@ def compare(start: Model, more: Model, qat: Model, texts: dict[str, PackedRows],
     Returns:
       Scene -> row of figures; "all" weighs scenes by their tokens.
     """
-    models: dict[str, Any] = {
-        FLOAT: start,
-        NAIVE: Model(start.config, start.graph, rounded(start.params, rule)),
-        MORE: more,
-        MORE_NAIVE: Model(more.config, more.graph, rounded(more.params, rule)),
-        QAT: qat,
+    forms = {
+        FLOAT: start.params,
+        NAIVE: rounded(start.params, rule),
+        MORE: more.params,
+        MORE_NAIVE: rounded(more.params, rule),
+        QAT: qat.params,
     }
+    token_losses = make_token_losses(start.graph)
     found = {}
     for scene, rows in texts.items():
-        by_form = {form: document_losses(model, rows) for form, model in models.items()}
+        by_form = {form: document_losses(token_losses, p, rows) for form, p in forms.items()}
         found[scene] = {form: sums for form, (sums, _) in by_form.items()} | {
             "tokens": by_form[FLOAT][1]
         }

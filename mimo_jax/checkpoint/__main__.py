@@ -79,7 +79,8 @@ class Export:
 
     The layout "transformers" holds plain weights, q, k and v apart; "published" is that of the
     MiMo repositories: FP8 with block scales, MTP heads, and q, k and v fused or, as in V2-Flash,
-    apart, whichever the source's config.json says. MXFP4 experts stay as they are.
+    apart, whichever the source's config.json says. MXFP4 experts stay packed, unless --dtype asks
+    for plain numbers.
     """
 
     checkpoint: tyro.conf.Positional[Path]
@@ -88,8 +89,10 @@ class Export:
     """Directory to write."""
     layout: Literal["transformers", "published"] = "transformers"
     """Names and formats of the tensors."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of plain weights in the layout "transformers"; "published" prescribes its own."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of all weights in the layout "transformers", MXFP4 experts decoded (either holds their values
+    exactly): for engines that know no packed ones. Default: experts stay packed, the rest bfloat16.
+    "published" prescribes its own."""
     qkv_layout: QkvLayout | None = None
     """As in inspect."""
 
@@ -216,16 +219,20 @@ def run_export(arguments: Export, console: Console) -> int:
         save_target,
     )
     from mimo_jax.checkpoint.json_config import read_json
+    from mimo_jax.models.packing import unpack_experts
 
     is_published = arguments.layout == "published"
     # Products of FP8 codes and scales need float32 to be written back bit for bit.
-    dtype = jnp.dtype("float32" if is_published else arguments.dtype)
+    dtype = jnp.dtype("float32" if is_published else arguments.dtype or "bfloat16")
     source, out = arguments.checkpoint, arguments.output
     if out.resolve() == source.resolve():
         raise ValueError(f"{out}: the output is the checkpoint itself; choose another directory")
     values = read_json(source / "config.json")
     projections = projection_layout(values, source / "config.json") if is_published else None
     config, _, params = load_target(source, dtype, qkv_layout=arguments.qkv_layout)
+    is_packed = config.moe is not None and config.moe.is_mxfp4
+    if is_packed and not is_published and arguments.dtype is not None:
+        config, _, params = unpack_experts(config, params)
     kept = {key: values[key] for key in TOKEN_KEYS if values.get(key) is not None}
     drafter_dir = find_drafter(source)
     if drafter_dir is not None:

@@ -1,4 +1,4 @@
-"""Quantization-aware training in the trainer: steps, meshes, and a run from checkpoint to checkpoint.
+"""Quantization-aware training in the trainer: steps, meshes, a run from checkpoint to checkpoint.
 
 Run: .venv/bin/python -m pytest tests/train/test_qat.py
 
@@ -147,7 +147,7 @@ def qat_run(checkpoint):
         name="smallest-qat",
         checkpoint=str(checkpoint),
         target=with_groups(config.target, hidden_size=32, width=64),
-        drafter=dataclasses.replace(config.drafter, hidden_size=32),
+        drafter=dataclasses.replace(config.drafter, hidden_size=32, target_hidden_size=32),
         target_train=dataclasses.replace(config.target_train, qat=QatConfig("rceil")),
     )
 
@@ -179,29 +179,40 @@ def test_a_run_goes_on_from_a_checkpoint_and_writes_packed_experts(tmp_path, sta
     assert LLM.load(exported).generate(["def f"], max_tokens=4)[0].token_ids
 
 
+def _nano_qat(**target_changes):
+    """`configs/qat_nano.py` with another target."""
+    config = qat_nano.get_config()
+    target = dataclasses.replace(config.target, **target_changes)
+    width = target.hidden_size
+    drafter = dataclasses.replace(config.drafter, hidden_size=width, target_hidden_size=width)
+    return dataclasses.replace(config, target=target, drafter=drafter)
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("make", "message"),
     [
-        ({"mesh": (1, 1, 2)}, "axis expert_hidden of 96 cut into 2 parts would split MXFP4 groups"),
-        ({"rule": "ceil"}, "MXFP4 rule 'ceil' is unknown; allowed: floor, even, rceil"),
-        ({"weight": 1.5}, "qat.distill_weight 1.5 is out of range; allowed: 0 to 1"),
-        ({"hidden_size": 200}, "axis embed of 200 is no multiple of 32, the MXFP4 group"),
-        ({"moe": None}, "target_train.qat: the target has no experts to quantize"),
+        (
+            lambda: dataclasses.replace(qat_nano.get_config(), mesh=(1, 1, 2)),
+            "axis expert_hidden of 96 cut into 2 parts would split MXFP4 groups of 32",
+        ),
+        (lambda: QatConfig("ceil"), "MXFP4 rule 'ceil' is unknown; allowed: floor, even, rceil"),
+        (
+            lambda: QatConfig(distill_weight=1.5),
+            "qat.distill_weight 1.5 is out of range; allowed: 0 to 1",
+        ),
+        (
+            lambda: _nano_qat(hidden_size=200),
+            "axis embed of 200 is no multiple of 32, the MXFP4 group",
+        ),
+        (
+            lambda: _nano_qat(moe=None, is_moe_layer=(False,) * 6),
+            "target_train.qat: the target has no experts to quantize",
+        ),
     ],
 )
-def test_what_cannot_be_trained_is_refused_when_it_is_configured(change, message):
-    config = qat_nano.get_config()
+def test_what_cannot_be_trained_is_refused_when_it_is_configured(make, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
-        if "rule" in change or "weight" in change:
-            QatConfig(change.get("rule", "even"), change.get("weight", 0.0))
-        elif "mesh" in change:
-            dataclasses.replace(config, mesh=change["mesh"])
-        else:
-            target = dataclasses.replace(config.target, **change)
-            if "moe" in change:
-                target = dataclasses.replace(target, is_moe_layer=(False,) * 6)
-            drafter = dataclasses.replace(config.drafter, hidden_size=target.hidden_size)
-            dataclasses.replace(config, target=target, drafter=drafter)
+        make()
     assert "\n" not in str(error.value)
 
 
