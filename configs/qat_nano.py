@@ -37,11 +37,11 @@ def get_config() -> ExperimentConfig:
         regenerate=RegenerateConfig(num_tokens=250_000),
         drafter_train=dataclasses.replace(
             full.drafter_train,
-            num_steps=1200,
-            muon_lr=2e-3,
-            adamw_lr=5e-4,
+            num_steps=3000,
+            muon_lr=4e-3,
+            adamw_lr=1e-3,
             decay_fraction=0.9,
-            eval_every=600,
-            save_every=300,
+            eval_every=1500,
+            save_every=500,
         ),
     )

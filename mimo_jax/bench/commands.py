@@ -64,11 +64,14 @@ def run_qat(arguments: Qat) -> int:
         console.print(f"bench: {error}", markup=False)
         return 2
     rows = bench.compare(*models, texts, arguments.rule)
-    losses = {"documents": "d", "tokens": ",d"} | dict.fromkeys(bench.FORMS, ".4f")
-    gaps = dict.fromkeys(("gap", "gap_pm", "qat_minus_more", "qat_minus_more_pm"), ".4f")
-    gaps |= {"closed": ".0%", "strict_gap": ".4f", "strict_gap_pm": ".4f", "strict_closed": ".0%"}
+    losses = {"tokens": ",d"} | dict.fromkeys(bench.FORMS, ".4f")
     console.print(_table("Held-out loss, nats per token", rows, losses))
-    console.print(_table("What is left of the gap (pm: half of a 95% interval)", rows, gaps))
+    for suffix, of in (("", "naive"), ("_same_steps", "more, naive")):
+        gap = f"gap{suffix}"
+        columns = dict.fromkeys((gap, f"{gap}_pm", "left", "left_pm"), ".4f")
+        columns[f"closed{suffix}"] = ".0%"
+        title = f"Gap from {of} to more steps, and what qat left of it"
+        console.print(_table(title, rows, columns))
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         results = {"machine": machine(), "rule": arguments.rule, "scenes": rows}

@@ -115,7 +115,9 @@ def compare(start: Model, more: Model, qat: Model, texts: dict[str, PackedRows],
       rule: By which `naive` is rounded.
 
     Returns:
-      Scene -> row of figures; "all" weighs scenes by their tokens.
+      Scene -> row of figures; "all" weighs scenes by their tokens. `left` is `qat` less `more
+      steps`, `gap` is `naive` less `more steps`, `gap_same_steps` that of `more, naive`; `_pm` are
+      halves of 95% intervals.
     """
     forms = {
         FLOAT: start.params,
@@ -142,9 +144,9 @@ def _row(parts: dict[str, np.ndarray]) -> dict:
     row: dict[str, Any] = {"documents": len(tokens), "tokens": int(tokens.sum())}
     row |= {form: float(parts[form].sum() / tokens.sum()) for form in FORMS}
     left = difference(parts[QAT], parts[MORE], tokens)
-    row["qat_minus_more"], row["qat_minus_more_pm"] = left
-    for name, form in (("gap", NAIVE), ("strict_gap", MORE_NAIVE)):
+    row["left"], row["left_pm"] = left
+    for suffix, form in (("", NAIVE), ("_same_steps", MORE_NAIVE)):
         gap = difference(parts[form], parts[MORE], tokens)
-        row[name], row[name + "_pm"] = gap
-        row["closed" if name == "gap" else "strict_closed"] = 1 - left.mean / gap.mean
+        row["gap" + suffix], row[f"gap{suffix}_pm"] = gap
+        row["closed" + suffix] = 1 - left.mean / gap.mean
     return row
