@@ -59,11 +59,11 @@ def run_qat(arguments: Qat) -> int:
         console.print(f"bench: {arguments.text}: no SCENE.npz; train.py writes them", markup=False)
         return 2
     try:
-        models = [load_float_target(p) for p in (arguments.start, arguments.more, arguments.qat)]
+        start, more, qat = map(load_float_target, (arguments.start, arguments.more, arguments.qat))
     except (CheckpointError, OSError, ValueError) as error:
         console.print(f"bench: {error}", markup=False)
         return 2
-    rows = bench.compare(*models, texts, arguments.rule)
+    rows = bench.compare(start, more, qat, texts, arguments.rule)
     losses = {"tokens": ",d"} | dict.fromkeys(bench.FORMS, ".4f")
     console.print(_table("Held-out loss, nats per token", rows, losses))
     for suffix, of in (("", "naive"), ("_same_steps", "more, naive")):

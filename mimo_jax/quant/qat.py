@@ -7,7 +7,8 @@ where the scale's rule clips: a weight beyond 6 X would not change the output if
 
 No optimizer and no loss here: see `train/step.py`.
 
-Rejected: v + stop_gradient(q - v), the usual spelling. In float32 it is not q (1 + (1e-9 - 1) = 0).
+Rejected: v + stop_gradient(q - v), the usual spelling: it has no place for the mask of clipped
+weights, and turns -0 into 0.
 """
 
 import functools

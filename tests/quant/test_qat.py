@@ -2,7 +2,7 @@
 
 Run: .venv/bin/python -m pytest tests/quant/test_qat.py
 
-Seen red: groups along the wrong axis; the gradient passed where floor clips; x + (q - x).
+Seen red: groups along the wrong axis; the gradient passed where floor clips.
 """
 
 import dataclasses
