@@ -59,7 +59,8 @@ def run_qat(arguments: Qat) -> int:
         console.print(f"bench: {arguments.text}: no SCENE.npz; train.py writes them", markup=False)
         return 2
     try:
-        start, more, qat = map(load_float_target, (arguments.start, arguments.more, arguments.qat))
+        paths = (arguments.start, arguments.more, arguments.qat)
+        start, more, qat = map(load_float_target, paths)
     except (CheckpointError, OSError, ValueError) as error:
         console.print(f"bench: {error}", markup=False)
         return 2
