@@ -2,9 +2,10 @@
 
     python train.py --config configs/qat_nano.py
 
-Starts from the weights in assets/mimo-nano, target and drafter; the target's text is then written
-anew and the drafter goes on learning on it. The control, same steps and no quantization, is
-configs/qat_nano_control.py; `python -m mimo_jax.bench qat` compares the two.
+Makes assets/mimo-nano. Starts from what configs/nano.py left in runs/nano, target and drafter
+(`make train-demo`); the target's text is then written anew and the drafter goes on learning on it.
+The control, same steps and no quantization, is configs/qat_nano_control.py;
+`python -m mimo_jax.bench qat` compares the two.
 
 Expected (2026-11-30): held-out loss of the packed target, nats per token over all scenes, 1.135;
 the float weights have 1.141, rounded without training 1.149, after the control's steps 1.131.
@@ -25,7 +26,7 @@ def get_config() -> ExperimentConfig:
         full,
         name="qat-nano",
         seed=7,  # other batches than those the weights saw first
-        checkpoint="assets/mimo-nano",
+        checkpoint="runs/nano/export",
         target_train=dataclasses.replace(
             full.target_train,
             num_steps=NUM_STEPS,

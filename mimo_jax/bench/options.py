@@ -137,7 +137,7 @@ class Qat:
     about two minutes on 2 quiet cores.
     """
 
-    start: Path = Path("assets/mimo-nano")
+    start: Path = Path("runs/nano/export")
     """Checkpoint from whose weights both trainings started."""
     more: Path = Path("runs/qat-nano-control/target/export")
     """Target trained on in float."""
