@@ -1,4 +1,4 @@
-"""The embedded default (assets/mimo-nano): a 2.8M target and its DFlash drafter, from text.
+"""The embedded default in float: a 2.8M target and its DFlash drafter, from text.
 
     python train.py --config configs/nano.py
 

@@ -8,11 +8,14 @@ MXFP4: E2M1 codes in groups of 32 along the reduction axis, one E8M0 scale per g
 two codes, the even column in the low nibble.
 
 Policy at the edges of E8M0, where float32 ends: bytes 2..252 decode exactly, for every code and
-under jit. With 0 and 1 some products are subnormal, which XLA:CPU flushes to zero; with 253 and
-254 the larger codes overflow to infinity; 255 gives NaN.
+under jit. Byte 0 is itself subnormal, which XLA:CPU flushes: all codes become zero. With byte 1
+that happens to code 1 alone. With 253 the magnitudes 4 and 6 overflow to infinity, with 254 all
+from 2 on; 255 gives NaN for every code, zero included.
 
 Source: OCP Microscaling Formats v1.0, sections 5.3.3 and 5.4.1.
 """
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +26,8 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_TABLE = np.array(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), np.float32)
 
 
-def decode_e2m1(packed: jax.Array) -> jax.Array:
-    """uint8 [..., n/2] -> float32 [..., n], low nibble first; exact.
-
-    Example: 0x91 -> codes 1 and 9 -> 0.5, -0.5.
-    """
-    values = jnp.stack([_e2m1_values(packed & 0xF), _e2m1_values(packed >> 4)], axis=-1)
-    return values.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
-
-
-def _e2m1_values(codes: jax.Array) -> jax.Array:
-    """Codes 0..15 (uint8) -> float32.
+def e2m1_values(codes: jax.Array) -> jax.Array:
+    """uint8 codes 0..15, one each -> float32 values; exact. Example: 1, 9, 15 -> 0.5, -0.5, -6.0.
 
     The three magnitude bits are placed under float16's exponent and mantissa, where they read as
     value * 2**-14, code 1 as a subnormal. (A float32 or bfloat16 route loses that code on XLA:CPU,
@@ -42,6 +36,42 @@ def _e2m1_values(codes: jax.Array) -> jax.Array:
     codes = codes.astype(jnp.uint16)
     bits = ((codes & 8) << 12) | ((codes & 7) << 9)
     return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * 2.0**14
+
+
+def e2m1_magnitude_codes(magnitudes: jax.Array) -> jax.Array:
+    """float32 >= 0 -> uint8 codes 0..7 of the nearest magnitudes, ties to the even code.
+
+    Saturates at 6; the seven borders lie halfway between neighbours and fall to the code whose
+    mantissa bit is 0.
+
+    Example: 0.25, 0.75, 2.5, 2.6, 5.0, 7.9 -> codes 0, 2, 4, 5, 6, 7 -> 0, 1, 2, 3, 4, 6.
+    """
+    code = jnp.zeros(magnitudes.shape, jnp.uint8)
+    for upper, (below, above) in enumerate(itertools.pairwise(E2M1_VALUES), start=1):
+        border = (below + above) / 2
+        is_past = magnitudes >= border if upper % 2 == 0 else magnitudes > border
+        code += is_past.astype(jnp.uint8)
+    return code
+
+
+def pack_nibbles(codes: jax.Array) -> jax.Array:
+    """uint8 codes [..., n] -> bytes [..., n/2], the even column low. Example: 1, 9 -> 0x91."""
+    pairs = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def unpack_nibbles(packed: jax.Array) -> jax.Array:
+    """The inverse of `pack_nibbles`. Example: 0x91 -> 1, 9."""
+    codes = jnp.stack([packed & 0xF, packed >> 4], axis=-1)
+    return codes.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def decode_e2m1(packed: jax.Array) -> jax.Array:
+    """uint8 [..., n/2] -> float32 [..., n], low nibble first; exact.
+
+    Example: 0x91 -> codes 1 and 9 -> 0.5, -0.5.
+    """
+    return e2m1_values(unpack_nibbles(packed))
 
 
 def decode_e8m0(scale: jax.Array) -> jax.Array:
@@ -80,7 +110,7 @@ def decode_mxfp4_halves(packed: jax.Array, scale: jax.Array) -> tuple[jax.Array,
     factor = decode_e8m0(scale)[..., None]
 
     def half(codes):
-        groups = _e2m1_values(codes).reshape(*scale.shape, MX_GROUP_LEN // 2) * factor
+        groups = e2m1_values(codes).reshape(*scale.shape, MX_GROUP_LEN // 2) * factor
         return groups.reshape(packed.shape)
 
     return half(packed & 0xF), half(packed >> 4)

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from configs.tiny import tiny_target
+from configs.tiny import mesh_target, tiny_target
 from mimo_jax.config import AttentionConfig, ConfigError, TargetConfig
 from mimo_jax.models.params import (
     abstract,
@@ -131,3 +131,18 @@ def test_chunks_without_whole_heads_are_refused():
             vocab_size=30, hidden_size=20, layer_kinds=("global", "sliding"),
             attention={"global": a, "sliding": sliding}, dense_hidden_size=50, is_fp8=True,
         )  # fmt: skip
+
+
+def test_packed_weights_and_their_scales_are_cut_in_whole_groups():
+    """256 columns are 128 bytes and 8 scales; 16 parts would have 8 bytes and half a scale each."""
+    rules = AxisRules("mine", ("model",), {"expert_hidden": ("model",)})
+    shapes = abstract(lambda: Target(mesh_target(is_mxfp4=True), rngs=nnx.Rngs(0)))[1]
+    specs = flatten(partition_specs(shapes, rules, {"model": 8}))
+    assert specs["layers.1.experts_down"] == specs["layers.1.experts_down_scale"]
+    assert specs["layers.1.experts_down"] == P(None, None, "model")
+    with pytest.raises(ConfigError) as caught:
+        partition_specs(shapes, rules, {"model": 16})
+    assert str(caught.value) == (
+        "layers.1.experts_down: axis expert_hidden of 256 cut into 16 parts would split MXFP4 "
+        "groups of 32; it can be cut into 1, 2, 4, 8 parts"
+    )

@@ -7,7 +7,17 @@ import tempfile
 from rich.console import Console
 from rich.table import Table
 
-from mimo_jax.bench.options import Context, Decode, Drafters, Fp8, Load, Lossless, Moe, Prefix
+from mimo_jax.bench.options import (
+    Context,
+    Decode,
+    Drafters,
+    Fp8,
+    Load,
+    Lossless,
+    Moe,
+    Prefix,
+    Qat,
+)
 
 
 def run_prefix(arguments: Prefix) -> int:
@@ -42,6 +52,40 @@ def run_prefix(arguments: Prefix) -> int:
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         results = {"machine": machine(), "system_len": arguments.system_len, "rows": rows}
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+def run_qat(arguments: Qat) -> int:
+    """Measures the five forms, prints the table and writes the JSON."""
+    from mimo_jax.bench import qat_bench as bench
+    from mimo_jax.checkpoint.safetensors_reader import CheckpointError
+    from mimo_jax.train.provenance import machine
+    from mimo_jax.train.recipe import load_float_target, read_rows
+
+    console = Console()
+    texts = read_rows(arguments.text)
+    if not texts:
+        console.print(f"bench: {arguments.text}: no SCENE.npz; train.py writes them", markup=False)
+        return 2
+    try:
+        paths = (arguments.start, arguments.more, arguments.qat)
+        start, more, qat = map(load_float_target, paths)
+    except (CheckpointError, OSError, ValueError) as error:
+        console.print(f"bench: {error}", markup=False)
+        return 2
+    rows = bench.compare(start, more, qat, texts, arguments.rule)
+    losses = {"tokens": ",d"} | dict.fromkeys(bench.FORMS, ".4f")
+    console.print(_table("Held-out loss, nats per token", rows, losses))
+    for suffix, of in (("", "naive"), ("_same_steps", "more, naive")):
+        gap = f"gap{suffix}"
+        columns = dict.fromkeys((gap, f"{gap}_pm", "left", "left_pm"), ".4f")
+        columns[f"closed{suffix}"] = ".0%"
+        title = f"Gap from {of} to more steps, and what qat left of it"
+        console.print(_table(title, rows, columns))
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        results = {"machine": machine(), "rule": arguments.rule, "scenes": rows}
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 

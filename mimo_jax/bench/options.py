@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -127,6 +127,28 @@ class Context:
     """Where the figures are written."""
     plot: Path | None = Path("out/bench/context.png")
     """Where the picture of part steps is drawn."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Qat:
+    """Held-out loss of a target in float, rounded to MXFP4, and trained for it.
+
+    Compares what `train.py` made of configs/qat_nano.py and configs/qat_nano_control.py. Takes
+    about two minutes on 2 quiet cores.
+    """
+
+    start: Path = Path("runs/nano/export")
+    """Checkpoint from whose weights both trainings started."""
+    more: Path = Path("runs/qat-nano-control/target/export")
+    """Target trained on in float."""
+    qat: Path = Path("runs/qat-nano/target/export")
+    """Target trained with experts seen as MXFP4."""
+    text: Path = Path("runs/qat-nano/corpus/heldout")
+    """Directory of held-out rows, SCENE.npz."""
+    rule: Literal["floor", "even", "rceil"] = "even"
+    """Scale rule by which the untrained forms are rounded."""
+    json: Path | None = Path("out/bench/qat.json")
+    """Where the figures are written."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,10 @@ QkvLayout = Literal["chunked", "plain"]
 
 @dataclasses.dataclass(frozen=True)
 class Inspect:
-    """Where every tensor of a checkpoint goes, and whether it would load. Reads headers only."""
+    """Where every tensor of a checkpoint goes, and whether it would load.
+
+    Reads headers, and of packed experts the scales.
+    """
 
     checkpoint: tyro.conf.Positional[Path]
     """Directory with config.json and safetensors (a drafter in dflash/ is looked at too)."""
@@ -76,7 +79,8 @@ class Export:
 
     The layout "transformers" holds plain weights, q, k and v apart; "published" is that of the
     MiMo repositories: FP8 with block scales, MTP heads, and q, k and v fused or, as in V2-Flash,
-    apart, whichever the source's config.json says. MXFP4 experts stay as they are.
+    apart, whichever the source's config.json says. MXFP4 experts stay packed, unless --dtype asks
+    for plain numbers.
     """
 
     checkpoint: tyro.conf.Positional[Path]
@@ -85,8 +89,10 @@ class Export:
     """Directory to write."""
     layout: Literal["transformers", "published"] = "transformers"
     """Names and formats of the tensors."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of plain weights in the layout "transformers"; "published" prescribes its own."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of all weights in the layout "transformers", MXFP4 experts decoded (either holds their values
+    exactly): for engines that know no packed ones. Default: experts stay packed, the rest bfloat16.
+    "published" prescribes its own."""
     qkv_layout: QkvLayout | None = None
     """As in inspect."""
 
@@ -120,6 +126,13 @@ def run_inspect(arguments: Inspect, console: Console) -> int:
     for part, result in audits.items():
         verdict = "would load" if result.problem is None else result.problem
         console.print(f"{part}: {verdict}", soft_wrap=True, markup=False)
+        for key, count in result.num_odd_scales.items():
+            console.print(
+                f"{part}: {key}: {count} scale bytes of 253 to 255, whose values are infinite or "
+                "NaN",
+                soft_wrap=True,
+                markup=False,
+            )
     if arguments.json is not None:
         report = {part: dataclasses.asdict(result) for part, result in audits.items()}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
@@ -206,10 +219,11 @@ def run_export(arguments: Export, console: Console) -> int:
         save_target,
     )
     from mimo_jax.checkpoint.json_config import read_json
+    from mimo_jax.models.packing import unpack_experts
 
     is_published = arguments.layout == "published"
     # Products of FP8 codes and scales (experts, MTP heads) need float32 to be found again.
-    dtype = jnp.dtype("float32" if is_published else arguments.dtype)
+    dtype = jnp.dtype("float32" if is_published else arguments.dtype or "bfloat16")
     source, out = arguments.checkpoint, arguments.output
     if out.resolve() == source.resolve():
         raise ValueError(f"{out}: the output is the checkpoint itself; choose another directory")
@@ -218,6 +232,9 @@ def run_export(arguments: Export, console: Console) -> int:
     config, _, params = load_target(
         source, dtype, qkv_layout=arguments.qkv_layout, expands_fp8=not is_published
     )
+    is_packed = config.moe is not None and config.moe.is_mxfp4
+    if is_packed and not is_published and arguments.dtype is not None:
+        config, _, params = unpack_experts(config, params)
     kept = {key: values[key] for key in TOKEN_KEYS if values.get(key) is not None}
     drafter_dir = find_drafter(source)
     if drafter_dir is not None:

@@ -1,6 +1,8 @@
 """What every tensor of a checkpoint becomes, read from headers alone.
 
-No weight is touched, so a headers-only copy of a 570 GB checkpoint is audited like a whole one.
+No weight is touched, so a headers-only copy of a 570 GB checkpoint is audited like a whole one. The
+one thing that is read are MXFP4 scales (1/17 of packed experts), since bytes 253..255 stand for
+numbers that are infinite or NaN, and a file holds such only by mistake.
 """
 
 import dataclasses
@@ -10,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
 from flax import nnx
 
 from mimo_jax.checkpoint import name_map
@@ -41,8 +44,11 @@ from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.mtp import MtpHead, mtp_layer_config
 from mimo_jax.models.params import abstract, flatten, partition_specs
 from mimo_jax.models.target import Target
+from mimo_jax.quant.policy import mxfp4_axis
 from mimo_jax.sharding import DATA, DECODE, MODEL, part_shape
 
+FIRST_ODD_SCALE = 253
+_STAT_BLOCK_BYTES = 512  # of st_blocks, whatever the file system
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -76,10 +82,12 @@ class Audit:
     Attributes:
       entries: Every tensor of every file, sorted by part and key.
       problem: The error that loading would raise, or None.
+      num_odd_scales: Key of each MXFP4 scale tensor with bytes of 253 to 255 -> how many.
     """
 
     entries: tuple[Entry, ...]
     problem: str | None
+    num_odd_scales: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -160,6 +168,28 @@ def _check_target(config: TargetConfig, tensors: DecodedTensors | KeptTensors) -
         name_map.check_leaves(tensors, mtp_leaves(config, i), is_ignored=others)
 
 
+def count_odd_scales(entries: Iterable[Entry], tensors: SafetensorsDir) -> dict[str, int]:
+    """Key -> scale bytes of 253 to 255, of the MXFP4 scales that have any.
+
+    Says nothing about files with holes: those are headers without data.
+    """
+    is_whole = {}
+    found = {}
+    for entry in entries:
+        weight = entry.goes_to.removesuffix("_scale")
+        if weight == entry.goes_to or mxfp4_axis(weight) is None:
+            continue
+        if entry.file not in is_whole:
+            status = tensors.file_of(entry.key).stat()
+            is_whole[entry.file] = status.st_blocks * _STAT_BLOCK_BYTES >= status.st_size
+        if is_whole[entry.file]:
+            scale = tensors.get(entry.key).view(np.uint8)
+            num_odd = int(np.count_nonzero(scale >= FIRST_ODD_SCALE))
+            if num_odd:
+                found[entry.key] = num_odd
+    return found
+
+
 def audit_target(
     directory: str | os.PathLike, *, qkv_layout: str | None = None, num_devices: int = 1
 ) -> Audit:
@@ -186,7 +216,9 @@ def audit_target(
             shares |= _shares(make, mtp_layer_config(config), num_devices, f"mtp.{i}.")
     except (CheckpointError, ConfigError) as error:
         return Audit(entries, str(error))
-    return Audit(_with_device_bytes(entries, shares), None)
+    return Audit(
+        _with_device_bytes(entries, shares), None, count_odd_scales(entries, tensors.tensors)
+    )
 
 
 def audit_drafter(

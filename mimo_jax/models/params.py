@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mimo_jax.sharding import AxisRules, check_divides, mesh_sizes
+from mimo_jax.quant.mxfp4 import check_groups
+from mimo_jax.sharding import AxisRules, check_divides, mesh_sizes, num_parts
+from pallas_kernels.formats import MX_GROUP_LEN
 
 
 def weight(rngs: nnx.Rngs, shape, axes, *, scale: float | None = None, fill=None, dtype):
@@ -86,13 +88,23 @@ def logical_axes(params) -> dict[str, tuple[str | None, ...]]:
 def partition_specs(params, rules: AxisRules, sizes: Mapping[str, int]):
     """The pytree of `params` (arrays or shapes) with each leaf's PartitionSpec in its place.
 
+    Packed weights and their scales are cut together, in whole MXFP4 groups.
+
     Raises:
       ConfigError: If an axis does not divide; names parameter, axis and what would fit.
     """
     entries = []
+    scales = {
+        ".".join(str(part) for part in path).removesuffix("_scale"): leaf
+        for path, leaf in nnx.to_flat_state(params)
+        if str(path[-1]).endswith("_scale") and leaf.dtype == jnp.uint8
+    }
     for path, leaf in nnx.to_flat_state(params):
         name = ".".join(str(part) for part in path)
         axes = leaf.get_metadata("logical_axes")
+        if name in scales:
+            parts = num_parts(rules.spec(axes)[-1], sizes)
+            check_groups(name, axes[-1], scales[name].shape[-1] * MX_GROUP_LEN, parts)
         spec = check_divides(name, leaf.shape, axes, rules, sizes)
         entries.append((path, leaf.replace(spec)))
     return nnx.from_flat_state(entries)

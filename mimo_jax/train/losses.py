@@ -120,6 +120,33 @@ def next_token_loss(
     return weighted_cross_entropy(logits, labels, mask.astype(jnp.float32))
 
 
+def divergence(
+    logits: Float[Array, "b s v"],
+    teacher_logits: Float[Array, "b s v"],
+    mask: Bool[Array, "b s"],
+) -> Float[Array, ""]:
+    """Mean Kullback-Leibler divergence of a student from its teacher, KL(teacher | student).
+
+    Stops no gradient: that is the caller's.
+
+    Args:
+      logits: The student's.
+      teacher_logits: Of the same positions.
+      mask: Positions that count; others may hold anything.
+
+    Returns:
+      float32 nats per position, >= 0; 0 if no position counts.
+
+    Example: teacher (0, ln 3), student (0, 0) -> .25 ln(.25 / .5) + .75 ln(.75 / .5) = .1308.
+    """
+    safe = lambda x: jnp.where(mask[..., None], x.astype(jnp.float32), 0.0)
+    student = jax.nn.log_softmax(safe(logits), axis=-1)
+    teacher = jax.nn.log_softmax(safe(teacher_logits), axis=-1)
+    per_position = jnp.sum(jnp.exp(teacher) * (teacher - student), axis=-1)
+    count = jnp.sum(mask.astype(jnp.float32))
+    return jnp.sum(jnp.where(mask, per_position, 0.0)) / jnp.maximum(count, 1.0)
+
+
 def expected_accept_length(
     is_correct: Bool[Array, "*n m"], is_valid: Bool[Array, "*n m"]
 ) -> Float[Array, ""]:

@@ -33,7 +33,7 @@ from absl import logging
 from flax import nnx
 from jax.sharding import Mesh
 
-from mimo_jax.checkpoint.hf_drafter import save_drafter
+from mimo_jax.checkpoint.hf_drafter import load_drafter, save_drafter
 from mimo_jax.checkpoint.hf_target import load_target, open_target, save_target
 from mimo_jax.config import require
 from mimo_jax.decode.placement import Model
@@ -41,6 +41,7 @@ from mimo_jax.decode.request import Request
 from mimo_jax.distributed import ALONE, ProcessGroup
 from mimo_jax.layers.dispatch import PADDED, RAGGED
 from mimo_jax.models.drafter import Drafter
+from mimo_jax.models.packing import pack_experts, unpack_experts
 from mimo_jax.models.params import abstract, flatten, split, unflatten
 from mimo_jax.models.target import Target
 from mimo_jax.sharding import TRAIN, connect, full_sizes, make_mesh, to_host
@@ -99,9 +100,12 @@ def build_corpus_stage(config: ExperimentConfig, run_dir: Path) -> None:
     settings = config.corpus
     corpus = build_corpus(settings.seed, settings.target_chars, settings.num_heldout)
     out.mkdir(parents=True, exist_ok=True)
-    num_docs = settings.tokenizer_docs
-    samples = [doc.text for docs in corpus.train.values() for doc in docs[:num_docs]]
-    bpe.save_tokenizer(bpe.train_bpe(samples, vocab_size=settings.vocab_size), out)
+    if config.checkpoint is not None:
+        shutil.copy(Path(config.checkpoint) / "tokenizer.json", out / "tokenizer.json")
+    else:
+        num_docs = settings.tokenizer_docs
+        samples = [doc.text for docs in corpus.train.values() for doc in docs[:num_docs]]
+        bpe.save_tokenizer(bpe.train_bpe(samples, vocab_size=settings.vocab_size), out)
     tokenizer = Tokenizer.from_file(out)
     for split_name, scenes in (("train", corpus.train), ("heldout", corpus.heldout)):
         for scene, docs in scenes.items():
@@ -164,7 +168,14 @@ def run_mesh(config: ExperimentConfig) -> Mesh | None:
 
 
 def target_init(config: ExperimentConfig, mesh: Mesh | None = None):
-    """(graph, params) of the untrained target; on a mesh every device makes its own part."""
+    """(graph, params) of the target before training; on a mesh every device makes its own part."""
+    if config.checkpoint is not None:
+        target = load_float_target(Path(config.checkpoint))
+        require(
+            target.config == config.target,
+            f"checkpoint {config.checkpoint} holds another architecture than the config's target",
+        )
+        return target.graph, place_params(target.params, mesh)
     make_module = lambda: Target(config.target, rngs=nnx.Rngs(config.seed))
     if mesh is None:
         return split(make_module())
@@ -186,7 +197,7 @@ def train_target_stage(
     graph, params = target_init(config, mesh)
     optimizer = make_optimizer(params, train, mesh)
     step = make_target_step(graph, optimizer, train, mesh, config.dispatch)
-    evaluate = make_target_eval(graph, mesh, config.dispatch)
+    evaluate = make_target_eval(graph, mesh, config.dispatch, train.qat)
 
     def step_fn(state: TrainState, step_number: int):
         batch = batch_for_step(rows, train.mix, train.batch_rows, config.seed, step_number)
@@ -217,24 +228,36 @@ def train_target_stage(
     )
     params = jax.tree.map(to_host, state.params)
     if group.is_first:
+        written = Model(config.target, graph, params)
+        if train.qat is not None:
+            written = Model(*pack_experts(config.target, params, train.qat.rule))
         save_target(
             run_dir / "target" / "export",
-            config.target,
-            params,
+            written.config,
+            written.params,
             extra_config={"eos_token_id": list(STOP_IDS), "pad_token_id": PAD_ID},
         )
 
 
+def load_float_target(directory: Path) -> Model:
+    """A target in float32 throughout, packed experts decoded (which changes no value)."""
+    model = Model(*load_target(directory, dtype=jnp.float32))
+    is_packed = model.config.moe is not None and model.config.moe.is_mxfp4
+    return Model(*unpack_experts(model.config, model.params)) if is_packed else model
+
+
 def load_exported_target(run_dir: Path, mesh: Mesh | None = None) -> Model:
-    """The target as it will be published (rounded to bfloat16), computing in float32.
+    """The target as it will be published (rounded), computing in float32.
 
     The drafter must learn the text of the weights that are shipped. On a mesh every device reads
-    its own part.
+    its own part, unless experts are packed: a mesh of training wants them in float.
     """
     directory = run_dir / "target" / "export"
-    if mesh is None:
-        return Model(*load_target(directory, dtype=jnp.float32))
     target_config, _ = open_target(directory)
+    is_packed = target_config.moe is not None and target_config.moe.is_mxfp4
+    if mesh is None or is_packed:
+        model = load_float_target(directory)
+        return dataclasses.replace(model, params=place_params(model.params, mesh))
     _, like = abstract(lambda: Target(target_config, rngs=nnx.Rngs(0)))
     shardings = flatten(param_shardings(like, mesh))
     return Model(
@@ -310,19 +333,23 @@ def balance_taps(flat, features, name: str = "w_fuse"):
     return flat | {name: flat[name] / jnp.repeat(rms, d)[:, None]}
 
 
-def train_drafter_stage(
-    config: ExperimentConfig,
-    run_dir: Path,
-    mesh: Mesh | None = None,
-    group: ProcessGroup = ALONE,
+def drafter_init(
+    config: ExperimentConfig, target: Model, rows: dict[str, PackedRows], mesh: Mesh | None
 ):
-    """Distils the drafter; returns its graph and {"drafter": params, "mask_embedding": [d]}."""
-    train, model = config.drafter_train, config.drafter
-    target = load_exported_target(run_dir, mesh)
-    rows = read_rows(run_dir / "regenerate")
-    heldout = read_rows(run_dir / "regenerate" / "heldout")
+    """(graph, params) of the drafter before training: fresh with even taps, or the checkpoint's."""
+    model = config.drafter
+    if config.checkpoint is not None:
+        found, graph, params = load_drafter(Path(config.checkpoint) / "dflash", jnp.float32)
+        require(
+            found == model,
+            f"checkpoint {config.checkpoint}/dflash holds another architecture than the config's "
+            "drafter",
+        )
+        return graph, params
     graph, params = split(Drafter(model, rngs=nnx.Rngs(config.seed + 1)))
-    first = place_batch(batch_for_step(rows, train.mix, 16, config.seed, 0), mesh)
+    first = place_batch(
+        batch_for_step(rows, config.drafter_train.mix, 16, config.seed, 0), mesh
+    )
     run_sparse = sparse_layer(mesh, None, config.dispatch)
 
     @jax.jit
@@ -334,7 +361,21 @@ def train_drafter_stage(
         return out.context_features.reshape(b, s, len(model.target_layer_ids), -1)
 
     features = to_host(tap_features(target.params, first))[:16]
-    params = unflatten(params, balance_taps(flatten(params), features))
+    return graph, unflatten(params, balance_taps(flatten(params), features))
+
+
+def train_drafter_stage(
+    config: ExperimentConfig,
+    run_dir: Path,
+    mesh: Mesh | None = None,
+    group: ProcessGroup = ALONE,
+):
+    """Distils the drafter; returns its graph and {"drafter": params, "mask_embedding": [d]}."""
+    train, model = config.drafter_train, config.drafter
+    target = load_exported_target(run_dir, mesh)
+    rows = read_rows(run_dir / "regenerate")
+    heldout = read_rows(run_dir / "regenerate" / "heldout")
+    graph, params = drafter_init(config, target, rows, mesh)
     embedding = to_host(flatten(target.params)["embedding"])
     trained = {"drafter": params, "mask_embedding": jnp.asarray(embedding[model.mask_token_id])}
     trained = place_params(trained, mesh)
@@ -374,7 +415,7 @@ def train_drafter_stage(
 def export_stage(config: ExperimentConfig, run_dir: Path, trained) -> Path:
     """Writes target, tokenizer, template, drafter and provenance as one checkpoint directory."""
     out = run_dir / "export"
-    target = load_exported_target(run_dir)
+    target = Model(*load_target(run_dir / "target" / "export", dtype=jnp.float32))
     flat = flatten(target.params)
     mask_id = config.drafter.mask_token_id
     # The mask id never stands in a text, so its embedding row is the drafter's to use.
@@ -386,7 +427,7 @@ def export_stage(config: ExperimentConfig, run_dir: Path, trained) -> Path:
     save_drafter(out / "dflash", config.drafter, trained["drafter"])
     save_target(
         out,
-        config.target,
+        target.config,
         unflatten(target.params, flat),
         extra_config={"eos_token_id": list(STOP_IDS), "pad_token_id": PAD_ID},
     )

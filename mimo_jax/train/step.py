@@ -23,8 +23,9 @@ from jaxtyping import Array, Int
 from mimo_jax.layers.dispatch import PADDED, route_and_run_on_mesh, run_experts_with_capacity
 from mimo_jax.layers.moe import route_and_run
 from mimo_jax.models.params import flatten, unflatten
+from mimo_jax.quant.qat import fake_quantize_params
 from mimo_jax.train import losses, muon
-from mimo_jax.train.config import DrafterTrainConfig, TargetTrainConfig
+from mimo_jax.train.config import DrafterTrainConfig, QatConfig, TargetTrainConfig
 from mimo_jax.train.data import PackedRows
 from mimo_jax.train.placement import (
     experts_first_spec,
@@ -179,6 +180,13 @@ def sparse_layer(mesh: Mesh | None, capacity_factor: float | None, dispatch: str
     return functools.partial(route_and_run, run=run)
 
 
+def quantized_view(params, qat: QatConfig | None):
+    """Parameters as the forward of quantization-aware training sees them."""
+    if qat is None:
+        return params
+    return unflatten(params, fake_quantize_params(flatten(params), qat.rule))
+
+
 def make_target_step(
     graph,
     optimizer,
@@ -188,13 +196,20 @@ def make_target_step(
 ):
     """Returns step(state, batch) -> (state, {"loss", "grad_norm"}); donates the state."""
     run_sparse = sparse_layer(mesh, config.capacity_factor, dispatch)
+    distill_weight = 0.0 if config.qat is None else config.qat.distill_weight
 
     def loss_fn(params, batch: Batch):
-        target = nnx.merge(graph, whole_over_data(params, mesh))
+        params = whole_over_data(params, mesh)
+        target = nnx.merge(graph, quantized_view(params, config.qat))
         out = run_target(target, batch, mesh, run_sparse=run_sparse)
         everything = batch.segment_ids > 0
         labels, mask = losses.shift_labels(batch.token_ids, everything, batch.segment_ids)
         loss, _ = losses.next_token_loss(out.logits, labels, mask)
+        if distill_weight:
+            teacher = nnx.merge(graph, jax.lax.stop_gradient(params))
+            theirs = run_target(teacher, batch, mesh, run_sparse=run_sparse).logits
+            apart = losses.divergence(out.logits, jax.lax.stop_gradient(theirs), mask)
+            loss = (1 - distill_weight) * loss + distill_weight * apart
         return loss, out.routing
 
     def step(state: TrainState, batch: Batch):
@@ -208,11 +223,13 @@ def make_target_step(
     return jax.jit(step, donate_argnums=0)
 
 
-def make_target_eval(graph, mesh: Mesh | None = None, dispatch: str = PADDED):
+def make_target_eval(
+    graph, mesh: Mesh | None = None, dispatch: str = PADDED, qat: QatConfig | None = None
+):
     """Returns eval(params, batch) -> (sum of token losses, number of tokens), exact experts."""
 
     def evaluate(params, batch: Batch):
-        target = nnx.merge(graph, whole_over_data(params, mesh))
+        target = nnx.merge(graph, quantized_view(whole_over_data(params, mesh), qat))
         out = run_target(target, batch, mesh, run_sparse=sparse_layer(mesh, None, dispatch))
         everything = batch.segment_ids > 0
         labels, mask = losses.shift_labels(batch.token_ids, everything, batch.segment_ids)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats import MX_GROUP_LEN
+from pallas_kernels.formats import MX_GROUP_LEN, pack_nibbles, unpack_nibbles
 
 ROWS = 64  # outputs of a tile: what one matrix instruction of a warp group produces
 WORD_INPUTS = 8  # codes of a word
@@ -100,7 +100,7 @@ def tile_weights(
             f"scales {scale.shape} do not fit codes {packed.shape}: one scale per "
             f"{MX_GROUP_LEN} inputs is expected, {(layers, e, n, k // MX_GROUP_LEN)}"
         )
-    codes = jnp.stack([packed & 0xF, packed >> 4], axis=-1).astype(jnp.uint32)
+    codes = unpack_nibbles(packed).astype(jnp.uint32)
     # [.., q, h, i] of each block of 128 inputs; then words [.., i].
     codes = codes.reshape(layers, e, n, k // BLOCK_INPUTS, 4, 2, 16)
     words = jnp.zeros((layers, e, n, k // BLOCK_INPUTS, 16), jnp.uint32)
@@ -130,6 +130,6 @@ def untile_weights(weights: TiledWeights) -> tuple[jax.Array, jax.Array]:
             for bit, at in zip((3, 2, 1, 0), (sign_at, *magnitude_at), strict=True):
                 code |= ((words >> (at + 16 * half)) & 1) << bit
             parts.append(code)
-    codes = jnp.stack(parts, axis=-2).reshape(layers, e, n, k // 2, 2).astype(jnp.uint8)
+    codes = jnp.stack(parts, axis=-2).reshape(layers, e, n, k).astype(jnp.uint8)
     scale = weights.scales.swapaxes(3, 4).reshape(layers, e, n, k // MX_GROUP_LEN)
-    return codes[..., 0] | (codes[..., 1] << 4), scale
+    return pack_nibbles(codes), scale

@@ -6,13 +6,16 @@ Run: .venv/bin/python -m pytest tests/checkpoint/test_checkpoint_cli.py
 import json
 import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from mimo_jax.bench.doctor import examine_ids
 from mimo_jax.checkpoint.__main__ import main
 from mimo_jax.checkpoint.audit import audit, fold_experts
-from tests.golden.files import DATA, arrays
+from mimo_jax.checkpoint.hf_target import load_target
+from tests.golden.files import ATOL, DATA, arrays
 
 PRO = DATA / "pro-tiny"
 
@@ -145,7 +148,40 @@ def test_doctor_sees_the_missing_mask_vector_and_the_wrong_rope_base(tmp_path):
 def test_export_and_back(tmp_path, capsys):
     mxfp4 = DATA / "mimo-tiny-mxfp4"
     out = tmp_path / "out"
+    assert main(["export", str(mxfp4), str(out)]) == 0
+    assert audit(out)["target"].problem is None
+    assert {e.dtype for e in audit(out)["target"].entries if ".experts." in e.key} == {"uint8"}
     assert main(["export", str(mxfp4), str(out), "--dtype", "float32"]) == 0
     assert audit(out)["target"].problem is None
+    assert {e.dtype for e in audit(out)["target"].entries} == {"float32"}
+    config, graph, params = load_target(out)
+    assert not config.moe.is_mxfp4
+    golden = arrays("mimo_tiny_mxfp4")
+    logits = nnx.merge(graph, params)(jnp.asarray(golden["input_ids"])).logits
+    np.testing.assert_allclose(logits, golden["logits"], atol=ATOL)
     assert main(["export", str(mxfp4), str(mxfp4)]) == 2
     assert "output is the checkpoint itself" in capsys.readouterr().err
+
+
+def test_inspect_reports_scales_that_stand_for_no_number(tmp_path, capsys):
+    """Bytes 253 to 255 by name and count; nothing is said of a copy that has headers only."""
+    copy = tmp_path / "copy"
+    shutil.copytree(DATA / "mimo-tiny-mxfp4", copy)
+    path = copy / "model.safetensors"
+    name = "model.layers.3.mlp.experts.5.up_proj.weight_scale"
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    begin, end = json.loads(data[8:start])[name]["data_offsets"]
+    assert end - begin == 32 * 2
+    data[start + begin : start + begin + 4] = [252, 253, 254, 255]
+    path.write_bytes(data)
+    assert main(["inspect", str(copy)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"target: {name}: 3 scale bytes of 253 to 255" in out
+    assert out.count("scale bytes of") == 1
+    assert audit(DATA / "mimo-tiny-mxfp4")["target"].num_odd_scales == {}
+    size = len(data)
+    path.write_bytes(data[:start])
+    with path.open("r+b") as file:
+        file.truncate(size)
+    assert audit(copy)["target"].num_odd_scales == {}

@@ -7,6 +7,10 @@ torch. Not part of the test suite (0.9 GB of packages); run it in an environment
     pip install torch==2.13.0 transformers==5.24.0 && pip install --no-deps dflash==0.1.0
     python tests/outside/replay.py assets/mimo-nano out/answers.jsonl
 
+A checkpoint with MXFP4 experts is written anew for this, in plain numbers of the same values:
+
+    python -m mimo_jax.checkpoint export assets/mimo-nano out/plain --dtype float32
+
 The answers must be greedy float32 ones. Differences at near ties are printed with the margin of the
 two best logits; the exit status is 1 if any id or step differs.
 """

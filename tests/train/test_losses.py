@@ -118,6 +118,16 @@ def test_equal_logits_give_log_vocab() -> None:
     np.testing.assert_allclose(loss, np.log(V), rtol=1e-6)
 
 
+def test_divergence_of_a_student() -> None:
+    """KL(.25 .75 | .5 .5); what is masked out may be NaN."""
+    student = jnp.zeros((1, 3, 2)).at[0, 1].set(jnp.nan)
+    teacher = jnp.log(jnp.asarray([[[0.25, 0.75], [1.0, jnp.nan], [0.5, 0.5]]]))
+    mask = jnp.asarray([[True, False, True]])
+    apart, back = jax.value_and_grad(losses.divergence)(student, teacher, mask)
+    np.testing.assert_allclose(apart, 0.1308120 / 2, atol=1e-6)
+    np.testing.assert_allclose(back[0], [[0.125, -0.125], [0, 0], [0, 0]], atol=1e-7)
+
+
 def test_shift_labels_stays_inside_documents() -> None:
     labels, mask = losses.shift_labels(
         jnp.array([[5, 6, 7, 8, 9, 1]], jnp.int32),
