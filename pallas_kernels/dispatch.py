@@ -12,8 +12,6 @@ devices that are not here, and then the answer would be wrong.
 
 from typing import Any
 
-import jax
-
 XLA, MOSAIC_GPU, INTERPRET = "xla", "mosaic_gpu", "interpret"
 IMPLEMENTATIONS = (XLA, MOSAIC_GPU, INTERPRET)
 
@@ -34,8 +32,8 @@ def interpret_params(implementation: str) -> Any:
     return plgpu.InterpretGPUParams()
 
 
-def why_not_mosaic(device: jax.Device) -> str | None:
-    """None if the Mosaic kernels run on a device, real or ahead of time; else the reason.
+def why_not_mosaic(device: Any) -> str | None:
+    """None if the Mosaic kernels run on a `jax.Device`, real or ahead of time; else the reason.
 
     Example: a Blackwell device -> "... compute capability 10.0, the kernels are for 9.0".
     """

@@ -41,6 +41,6 @@ def add_and_norm(
     if implementation == XLA or x.shape[0] * x.shape[1] > MAX_KERNEL_TOKENS:
         x = x + addend
         return x, rms_norm(x, weight, eps=eps)
-    flat = (y.reshape(-1, y.shape[-1]) for y in (x, addend))
-    total, normed = api.add_norm(*flat, weight, eps=eps, implementation=implementation)
+    rows, added = (y.reshape(-1, y.shape[-1]) for y in (x, addend))
+    total, normed = api.add_norm(rows, added, weight, eps=eps, implementation=implementation)
     return total.reshape(x.shape), normed.reshape(x.shape)

@@ -184,9 +184,12 @@ class Drafter(nnx.Module):
         fused, (cos, sin) = self.fuse_context(context_features), self._rope(positions)
         layers = []
         for layer_idx, layer in enumerate(self.layers):
+            held = cache.layers[layer_idx]
+            assert isinstance(held, kv.LayerCache), "a drafter's memory is not quantised"
             written = write_context(
                 self._linear(fused, layer.w_kv),
-                *cache.layers[layer_idx],
+                held.keys,
+                held.values,
                 first_slot=cache.first_slot(layer_idx, start),
                 cos=cos,
                 sin=sin,

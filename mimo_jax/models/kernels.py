@@ -139,7 +139,7 @@ def _made(make: Callable, params, axes, mesh: Mesh | None) -> list[nnx.Param]:
     """Parameters that `make` computes from others, where these are: arrays, or shapes of them."""
     values = [param.get_value() for param in params]
     shapes = jax.eval_shape(make, *values)
-    where = [None] * len(shapes)
+    where: list[NamedSharding | None] = [None] * len(shapes)
     if mesh is not None:
         where = [
             NamedSharding(mesh, check_divides("tiles", s.shape, a, DECODE, mesh_sizes(mesh)))
@@ -151,6 +151,6 @@ def _made(make: Callable, params, axes, mesh: Mesh | None) -> list[nnx.Param]:
             for s, w in zip(shapes, where, strict=True)
         ]
     else:
-        options = {} if mesh is None else {"out_shardings": tuple(where)}
-        made = jax.jit(make, **options)(*values)
+        compute = jax.jit(make) if mesh is None else jax.jit(make, out_shardings=tuple(where))
+        made = compute(*values)
     return [nnx.Param(x, logical_axes=a) for x, a in zip(made, axes, strict=True)]

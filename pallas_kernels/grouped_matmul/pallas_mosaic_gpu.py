@@ -117,7 +117,7 @@ def _product(tile, scales, x, through):
                 plgpu.wgmma_wait(0)
                 return acc[...]
 
-            part = pl.run_scoped(multiply, plgpu.ACC((ROWS, t), jnp.float32))
+            part = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, t), jnp.float32))
             row = plgpu.load(scales.at[block * _GROUPS + group], layout=_LAYOUT.reduce(1))
             total += part * jax.lax.broadcast_in_dim(_scale(row), (ROWS, t), (0,))
         return total
@@ -221,7 +221,8 @@ def _sum_tiles(ring: Ring, scratch, num_steps, sources, weigh, finish):
         slot = jax.lax.rem(index, ring.num_stages)
         plgpu.barrier_wait(scratch["landed"].at[group * ring.num_stages + slot])
         through = scratch["through"].at[group] if "through" in scratch else None
-        part = _product(*(target.at[group, slot] for target in targets), through)
+        tile, scales, inputs = (target.at[group, slot] for target in targets)
+        part = _product(tile, scales, inputs, through)
         plgpu.commit_smem()
 
         @pl.when(index + ring.num_stages < own_steps)
@@ -285,10 +286,9 @@ def up(x, gate, up, layer, expert_ids, num_active, *, implementation: str):
         @pl.when(slot < num[0])
         def _():
             at = (_clipped(layer, 0, num_layers), _clipped(ids, slot, e), row)
-            matrices = ((gate, gate_scale), (up, up_scale))
 
             def sources(step, number):
-                tiles, scales = matrices[number]
+                tiles, scales = (gate, gate_scale) if number == 0 else (up, up_scale)
                 groups = pl.ds(step * num_scales, num_scales)
                 inputs = pl.ds(step * ring.width, ring.width)
                 return tiles.at[(*at, step)], scales.at[(*at, groups)], x.at[:, inputs]

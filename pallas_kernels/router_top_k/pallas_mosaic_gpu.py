@@ -107,13 +107,13 @@ def _distinct(flat, copy, ids, num_active, n: int):
     num_active[...] = plgpu.layout_cast(count.astype(jnp.int32), _BY_COLUMN)
     for i in range(num_tiles):
         place = row + float(i * _TILE)
-        total = None
+        parts = []
         for j in range(num_tiles):
             is_here = place == _columns(slots[j], shape)
             number = plgpu.layout_cast(by_column[j] * first_by_column[j], _BY_COLUMN)
             found = jnp.where(is_here, _columns(number, shape), 0.0)
-            found = _over_columns(jnp.sum, plgpu.layout_cast(found, _LAYOUT))
-            total = found if total is None else total + found
+            parts.append(_over_columns(jnp.sum, plgpu.layout_cast(found, _LAYOUT)))
+        total = functools.reduce(jnp.add, parts)
         ids.at[pl.ds(i * _TILE, _TILE)][...] = plgpu.layout_cast(total.astype(jnp.int32), _BY_ROW)
 
 
