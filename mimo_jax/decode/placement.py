@@ -45,9 +45,9 @@ class Model[Config]:
 
     @property
     def dtype(self):
-        """Of the activations: that of the embedding, or of a drafter's fusion."""
+        """Of the activations: that of the embedding, or of a drafter's fusion; else None."""
         flat = flatten(self.params)
-        return flat["embedding" if "embedding" in flat else "w_fuse"].dtype
+        return next((flat[name].dtype for name in ("embedding", "w_fuse") if name in flat), None)
 
 
 def place_on_mesh[Config](

@@ -36,7 +36,7 @@ def why_not(config: TargetConfig | DrafterConfig, dtype, mesh: Mesh | None) -> s
 
     Args:
       config: Of the whole model.
-      dtype: Of its activations.
+      dtype: Of its activations; None for a model that has none, which a test may bring.
       mesh: Where it is, or None: on the default device.
 
     Example: float32 activations -> "activations are float32, the kernels take bfloat16".
@@ -44,7 +44,7 @@ def why_not(config: TargetConfig | DrafterConfig, dtype, mesh: Mesh | None) -> s
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     reason = why_not_mosaic(device)
     if reason is None and dtype != jnp.bfloat16:
-        reason = f"activations are {jnp.dtype(dtype)}, the kernels take bfloat16"
+        reason = f"activations are {dtype}, the kernels take bfloat16"
     return reason or _why_not_shapes(config, 1 if mesh is None else mesh_sizes(mesh)[MODEL])
 
 
