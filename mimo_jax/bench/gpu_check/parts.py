@@ -69,7 +69,7 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The parent's, with most of the GPU's memory for the one process and the flags of our runs."""
     from mimo_jax.gpu_flags import has_gpu_plugin, set_gpu_flags
 
-    # Eight CPU devices: a toy run's interpreter calls back into Python from XLA's threads, and waits
+    # Eight CPU devices: a toy run's interpreter calls back into Python from XLA's threads and waits
     # for ever where these are as few as the processors.
     defaults = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93", "JAX_NUM_CPU_DEVICES": "8"}
     environment = {**defaults, **environ}
