@@ -3,16 +3,19 @@
 A leaf package: it imports JAX and NumPy and nothing of `mimo_jax`, takes plain arrays and scalars,
 and knows no configs, caches or routers. That keeps a kernel usable, testable and measurable alone.
 
-    dispatch        picks an implementation by name or by what the platform supports, and keeps
-                    the reason for each one it turned down
+    dispatch        the words for implementations, and why a device cannot run the kernels
     formats         the number formats (e2m1, e8m0, e4m3) and their bit layout; the only place
                     that says which nibble of a byte comes first
-    sink_attention  attention with sinks, windows and draft-block or tree masks
-    fp8_matmul      products of few rows with a dense weight, FP8 or bfloat16, an RMS norm in front
-    grouped_matmul  expert matrix products with bfloat16 or MXFP4 weights; never its own router
-    mxfp4_codec     pack and unpack on the device, rounding to nearest even
+    sink_attention  a block's attention from the raw projection to the output, memory written in
+                    place: one launch, two over a long linear memory
+    grouped_matmul  SwiGLU of the chosen MXFP4 experts in two launches; never its own router
+    router_top_k    the router's choice and the list of distinct experts
+    fp8_matmul      dense products with FP8 or bfloat16 weights, an RMS norm in front
+    add_norm        residual sum and RMS norm
 
-Every op folder has the same parts: `api.py` (shapes and errors, picks the implementation),
-`reference.py` (plain `jax.numpy` in float32, slow and obvious; also the XLA implementation),
-`pallas_<backend>.py` (the kernel) and `arg_specs.py` (named shapes shared by tests and bench).
+Every op folder has the same parts: `api.py` (shapes and errors, runs the implementation that it is
+told), `reference.py` (plain `jax.numpy`, slow and obvious; also the XLA implementation) and
+`pallas_mosaic_gpu.py` (the kernel); `arg_specs.py`, where there is one, has named shapes shared by
+tests and bench. Kernels are Mosaic GPU for Hopper: compiled ahead of time for an H200 in the tests,
+and run in Pallas' GPU interpreter on the CPU.
 """
