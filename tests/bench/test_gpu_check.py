@@ -90,11 +90,13 @@ def test_two_parts_run_on_a_cpu(children, capsys, tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_whole_toy_run(children, tmp_path: Path):
-    main(["--size", "toy", "--out", str(tmp_path)])
+    main(["--size", "toy", "--seconds", "2400", "--out", str(tmp_path)])
     parts = json.loads((tmp_path / "report.json").read_text())["parts"]
     assert list(parts) == [part.name for part in PARTS]
     assert not any(part["status"] in (TIMED_OUT, LEFT_OUT) for part in parts.values())
-    assert {"sliding_layer_ms", "global_layer_ms"} <= set(parts["layers, xla"]["figures"])
+    for way in ("xla", "kernels"):
+        assert {"sliding_layer_ms", "global_layer_ms"} <= set(parts[f"layers, {way}"]["figures"])
+        assert set(parts[f"steps, {way}"]["figures"]["steps"]) == {"plain", "dflash"}
     found = parts["kernels"]["figures"]["kernels"]
     assert list(found) == [
         "fp8_matmul, normed", "dense_matmul, normed", "sink_attention, ring",

@@ -47,8 +47,8 @@ NUM_DEVICES = 8
 CONFIG = Path(__file__).resolve().parents[3] / "configs/drafter_mimo_v25_pro.py"
 CAPACITY = {"pro": 262_144, "toy": 256}
 CONTEXT = {"pro": 8_192, "toy": 150}
-NUM_STEPS = {"pro": 32, "toy": 2}
-NUM_ROUNDS = {"pro": 7, "toy": 2}
+NUM_STEPS = {"pro": 32, "toy": 1}
+NUM_ROUNDS = {"pro": 7, "toy": 1}
 MORE_LAYERS = {"pro": 4, "toy": 1}  # by which a longer model exceeds the short one
 
 
