@@ -72,19 +72,19 @@ def prefers_transposed(num_bytes: int) -> bool:
 
 
 def lay_out_for_decode[Config](
-    model: Model[Config], implementation: str | None = None
+    model: Model[Config], implementation: str | None = XLA
 ) -> Model[Config]:
     """The model with its matrices as this platform's small matmuls read them fastest.
 
     Models that outgrow the cache of a CPU are stored [out, in] (see layers/linear.py), float32 ones
-    that stay in it have their packed experts decoded (see models/unpacked.py); on a Hopper GPU
-    those that can go to the kernels (see models/kernels.py); all others are returned as they are.
+    that stay in it have their packed experts decoded (see models/unpacked.py); where kernels are
+    asked for, they are switched to (see models/kernels.py); all others are returned as they are.
     Engines do this themselves; do it once and drop the original where several engines share a
     large model.
 
     Args:
       model: Any; baselines' drafters never use kernels.
-      implementation: Of pallas_kernels.dispatch; None = the best there is.
+      implementation: Of pallas_kernels.dispatch; None = the kernels where they run.
     """
     model = switch_to_kernels(model, implementation)
     if model.mesh is not None:
@@ -95,9 +95,9 @@ def lay_out_for_decode[Config](
 
 
 def switch_to_kernels[Config](
-    model: Model[Config], implementation: str | None = None
+    model: Model[Config], implementation: str | None
 ) -> Model[Config]:
-    """The model on the Pallas kernels, where they run; see `lay_out_for_decode`."""
+    """The model on the Pallas kernels, if these are asked for; see `lay_out_for_decode`."""
     if not isinstance(model.config, TargetConfig | DrafterConfig):
         return model
     if implementation is None:
@@ -170,7 +170,7 @@ class Engine:
         max_bias_ids: int = 0,
         num_logprobs: int | None = None,
         kv_format: KVFormat | None = None,
-        implementation: str | None = None,
+        implementation: str | None = XLA,
     ):
         if max_len > target.config.max_position:
             raise ConfigError(

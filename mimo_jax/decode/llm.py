@@ -61,6 +61,7 @@ from mimo_jax.models.params import flatten
 from mimo_jax.quant.kv import NONE, format_named
 from mimo_jax.text.chat import load_chat_template, render_chat
 from mimo_jax.text.tokenizer import Tokenizer
+from pallas_kernels.dispatch import XLA
 
 _IDS_BUCKET = 8  # stop ids and logit biases per row come in multiples of this
 # Fields that go to the device as they are.
@@ -167,6 +168,7 @@ class LLM:
         has_whole_drafter: bool = False,
         qkv_layout: str | None = None,
         kv_format: str = NONE,
+        implementation: str | None = XLA,
         on_progress: Callable[[int, int], object] = lambda done_bytes, total_bytes: None,
     ) -> "LLM":
         """Reads a published checkpoint directory.
@@ -186,6 +188,9 @@ class LLM:
             nothing in them tells apart from the published ones; see `hf_target.open_target`.
           kv_format: How global layers remember: "none" = in dtype, or quantised as "int8", "kvarn4"
             or "kvarn2" (see `quant/kv.py`); changes answers slightly, drafting or not.
+          implementation: "xla", or "mosaic_gpu": the Pallas kernels, for an H100 or H200 and
+            bfloat16; None = these where they run. They have not been tried on a GPU yet: run
+            `python -m mimo_jax.bench.gpu_check` first.
           on_progress: Called as parameters are read, with (bytes so far, bytes in all).
 
         Raises:
@@ -201,6 +206,7 @@ class LLM:
             mesh=mesh,
             has_whole_drafter=has_whole_drafter,
             qkv_layout=qkv_layout,
+            implementation=implementation,
             on_progress=on_progress,
         )
         return cls(

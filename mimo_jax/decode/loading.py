@@ -106,6 +106,7 @@ def load_checkpoint(
     mesh: Mesh | None,
     has_whole_drafter: bool,
     qkv_layout: str | None,
+    implementation: str | None,
     on_progress: Callable[[int, int], object],
 ) -> Loaded:
     """Reads a published checkpoint directory; arguments and errors are those of `LLM.load`."""
@@ -129,8 +130,8 @@ def load_checkpoint(
         drafter_model = Model(*load_drafter(drafter_dir, DTYPES[dtype], **place), mesh)
     return Loaded(
         # Here and not in an engine: there is no room for a large model's experts in both forms.
-        target=switch_to_kernels(Model(config, graph, params, mesh)),
-        drafter=drafter_model,
+        target=switch_to_kernels(Model(config, graph, params, mesh), implementation),
+        drafter=drafter_model and switch_to_kernels(drafter_model, implementation),
         tokenizer=tokenizer,
         stop_ids=read_stop_ids(directory, config.vocab_size),
         directory=directory,

@@ -257,6 +257,7 @@ def _load(options: BatchOptions, is_quiet: bool) -> LLM:
             has_whole_drafter=options.whole_drafter,
             qkv_layout=options.qkv_layout,
             kv_format=options.kv_format,
+            implementation=options.implementation,
             on_progress=report,
         )
 

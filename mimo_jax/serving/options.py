@@ -104,6 +104,8 @@ class BatchOptions:
     """Keep the drafter whole on every device: for one whose heads do not divide over the mesh."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and caches. bfloat16 is slow on CPUs."""
+    implementation: Literal["xla", "mosaic_gpu"] = "xla"
+    """What runs a step: plain XLA, or the Pallas kernels (H100 or H200, bfloat16, untried)."""
     kv_format: Literal["none", "int8", "kvarn4", "kvarn2"] = "none"
     """How the memory of global layers is quantised: for long contexts. Changes answers slightly."""
     detailed: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
