@@ -269,7 +269,7 @@ def test_what_is_compiled_for_which_part(pro):
     assert list(memory) == ["DFlash step", "prefill chunk"]
     assert all(job.stops_at_buffers for job in memory.values())
     launches = jobs(request, (LAUNCHES,), "a device")
-    assert list(launches) == ["DFlash step", "plain step"]
+    assert list(launches) == ["DFlash step", "plain step", "DFlash step, XLA alone"]
     assert not any(job.stops_at_buffers for job in launches.values())
     assert jobs(request, (SHARDING,), "a device") == {}
     assert launches["plain step"].arguments["draft_block_len"] == 1
