@@ -95,15 +95,28 @@ def lay_out_for_decode[Config](
 
 
 def switch_to_kernels[Config](
-    model: Model[Config], implementation: str | None
+    model: Model[Config], implementation: str | None, *, consumes: bool = False
 ) -> Model[Config]:
-    """The model on the Pallas kernels, if these are asked for; see `lay_out_for_decode`."""
+    """The model on the Pallas kernels, if these are asked for.
+
+    Args:
+      model: As in `lay_out_for_decode`.
+      implementation: As in `lay_out_for_decode`.
+      consumes: As in `models.kernels.use_kernels`.
+
+    Raises:
+      ConfigError: If the compiled kernels are asked for where they cannot run; says why.
+    """
     if not isinstance(model.config, TargetConfig | DrafterConfig):
         return model
-    if implementation is None:
+    if implementation in (None, MOSAIC_GPU):
         reason = why_not(model.config, model.dtype, model.mesh)
+        if implementation is not None and reason is not None:
+            raise ConfigError(f"implementation {implementation}: {reason}; allowed here: {XLA}")
         implementation = XLA if reason is not None else MOSAIC_GPU
-    graph, params = use_kernels(model.graph, model.params, implementation, model.mesh)
+    graph, params = use_kernels(
+        model.graph, model.params, implementation, model.mesh, consumes=consumes
+    )
     return Model(model.config, graph, params, model.mesh)
 
 

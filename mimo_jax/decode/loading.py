@@ -130,7 +130,7 @@ def load_checkpoint(
         drafter_model = Model(*load_drafter(drafter_dir, DTYPES[dtype], **place), mesh)
     return Loaded(
         # Here and not in an engine: there is no room for a large model's experts in both forms.
-        target=switch_to_kernels(Model(config, graph, params, mesh), implementation),
+        target=switch_to_kernels(Model(config, graph, params, mesh), implementation, consumes=True),
         drafter=drafter_model and switch_to_kernels(drafter_model, implementation),
         tokenizer=tokenizer,
         stop_ids=read_stop_ids(directory, config.vocab_size),

@@ -67,11 +67,11 @@ def use_kernels(
     implementation: str,
     mesh: Mesh | None = None,
     num_parts: int | None = None,
+    consumes: bool = False,
 ):
     """(graph, params) of a target or drafter that runs on the kernels; as given for XLA.
 
-    Tiles are made layer by layer; drop the given params soon, both forms of a large model do not
-    fit a device.
+    Tiles are made layer by layer.
 
     Args:
       graph: Of the module; on a mesh that of one device's part.
@@ -79,6 +79,8 @@ def use_kernels(
       implementation: Of pallas_kernels.dispatch.
       mesh: Of sharding.DECODE, or None.
       num_parts: Devices that widths are, or will be, cut over; default those of the mesh.
+      consumes: Delete each layer's packed experts once its tiles are made: both forms of a large
+        model do not fit a device.
     """
     module = nnx.merge(graph, params)
     if implementation == XLA or module.implementation == implementation:
@@ -88,7 +90,7 @@ def use_kernels(
         num_parts = 1 if mesh is None else mesh_sizes(mesh)[MODEL]
     for layer in module.layers:
         if hasattr(layer, "experts_gate_scale"):
-            _tile_experts(layer, num_parts, mesh)
+            _tile_experts(layer, num_parts, mesh, consumes)
         if hasattr(layer, "w_kv"):
             axis = layer.w_q.get_metadata("logical_axes").index("heads")
             join = functools.partial(_side_by_side, axis=axis, num_parts=num_parts)
@@ -101,7 +103,7 @@ def _axes(param: nnx.Param) -> tuple[str | None, ...]:
     return param.get_metadata("logical_axes")
 
 
-def _tile_experts(layer, num_parts: int, mesh: Mesh | None) -> None:
+def _tile_experts(layer, num_parts: int, mesh: Mesh | None, consumes: bool) -> None:
     for name in TiledExperts._fields:
         packed, scale = (getattr(layer, f"experts_{name}{end}") for end in ("", "_scale"))
         inputs = 2 * packed.shape[2]
@@ -115,6 +117,9 @@ def _tile_experts(layer, num_parts: int, mesh: Mesh | None) -> None:
         made = _made(tile, (packed, scale), axes, mesh)
         for field, array in zip(TiledWeights._fields, made, strict=True):
             setattr(layer, f"experts_{name}_{field}", array)
+        if consumes:
+            for param in (packed, scale):
+                param.get_value().delete()
         delattr(layer, f"experts_{name}")
         delattr(layer, f"experts_{name}_scale")
 

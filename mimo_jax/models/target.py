@@ -389,7 +389,6 @@ class Target(nnx.Module):
         new_cache = dataclasses.replace(cache, layers=tuple(layers))
         return TargetOutput(self.unembed(hidden), features, new_cache)
 
-
     def has_block_kernel(self, cache: kv.KVCache) -> bool:
         """Whether a step's attention runs in the kernel, which reads no quantised memory."""
         return self.implementation != XLA and cache.form is None
@@ -476,7 +475,6 @@ class Target(nnx.Module):
 
         meet = rotated(self, positions, mix)
         if self.has_block_kernel(cache):
-            nodes.clear()
             block = block_of(start, depths, sees)
             append = lambda _, made: nodes.append(made)
             meet = self._in_kernel(cache, block, positions, append, write=False)

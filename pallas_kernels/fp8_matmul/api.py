@@ -15,10 +15,10 @@ each, tiles of 128 columns too. The last block of rows may be partial (3392 = 26
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import IMPLEMENTATIONS
 from pallas_kernels.fp8_matmul import reference
 from pallas_kernels.fp8_matmul.reference import SCALE_BLOCK
 
-IMPLEMENTATIONS = ("xla", "mosaic_gpu", "interpret")
 MAX_ROWS = 64
 ROW_STEP = 8  # the narrowest accumulator of wgmma
 TILE_OUT = 64

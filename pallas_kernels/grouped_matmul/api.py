@@ -2,9 +2,8 @@
 
 Two launches: `up` makes the hidden values of every chosen expert, `down` adds their outputs up
 under the router's weights. Each chosen expert is read once however many tokens chose it, the
-others not
-at all. Weights are whole stacks of layers with a layer index, because a slice of a stack would be
-copied; a model that keeps one array per layer passes stacks of one.
+others not at all. Weights are whole stacks of layers with a layer index, because a slice of a stack
+would be copied; a model that keeps one array per layer passes stacks of one.
 
 Who is chosen comes from outside (`router_top_k`): this op never routes.
 """

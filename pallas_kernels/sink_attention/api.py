@@ -8,9 +8,8 @@ inside, so that the attention half of a layer is: norm, projection, this, projec
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import IMPLEMENTATIONS
 from pallas_kernels.sink_attention import block, reference
-
-IMPLEMENTATIONS = ("xla", "mosaic_gpu", "interpret")
 
 
 def _check(t: int, implementation: str) -> None:

@@ -16,16 +16,19 @@ from mimo_jax.config import (
     GLOBAL,
     SLIDING,
     AttentionConfig,
+    ConfigError,
     DrafterConfig,
     MoeConfig,
     TargetConfig,
 )
+from mimo_jax.decode.engine import switch_to_kernels
+from mimo_jax.decode.placement import Model
 from mimo_jax.models import kernels
 from mimo_jax.models.drafter import Drafter
-from mimo_jax.models.params import split
+from mimo_jax.models.params import flatten, split
 from mimo_jax.models.target import Target
 from mimo_jax.quant.kv import FORMATS
-from pallas_kernels.dispatch import INTERPRET, XLA
+from pallas_kernels.dispatch import INTERPRET, MOSAIC_GPU, XLA
 
 T, START = 3, 21
 ATTENTION = {"num_heads": 4, "head_dim": 32, "v_head_dim": 16, "rope_dim": 16}
@@ -213,6 +216,23 @@ def test_weights_are_tiled_in_place_of_the_packed_ones():
     # Queries 4 x 32, keys 2 x 32, values 2 x 16.
     assert drafter.layers[0].w_qkv.shape == (128, 128 + 64 + 32)
     assert not hasattr(drafter.layers[0], "w_q")
+
+
+def test_kernels_are_refused_where_they_cannot_run():
+    graph, params = split(Target(target_config(), rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    model = Model(target_config(), graph, params)
+    with pytest.raises(ConfigError, match="mosaic_gpu: cpu is not a GPU; allowed here: xla"):
+        switch_to_kernels(model, MOSAIC_GPU)
+    assert switch_to_kernels(model, None).graph == graph
+
+
+def test_packed_experts_are_let_go_where_that_is_asked():
+    graph, params = split(Target(target_config(), rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    packed = flatten(params)["layers.1.experts_gate"]
+    kernels.use_kernels(graph, params, INTERPRET)
+    assert not packed.is_deleted()
+    kernels.use_kernels(graph, params, INTERPRET, consumes=True)
+    assert packed.is_deleted()
 
 
 def test_cpu_keeps_xla():
