@@ -52,30 +52,26 @@ class QatConfig:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class TargetTrainConfig:
-    """Pre-training of a small target.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What every training has: its length, its batches, its optimizers.
 
     Attributes:
       num_steps: Optimizer steps.
       batch_rows: Packed rows per step.
       mix: Share of rows per scene.
       muon_lr: Peak rate of matrices (updates are RMS-matched to AdamW's).
-      adamw_lr: Peak rate of embeddings, head, router, norms and sinks.
+      adamw_lr: Peak rate of everything else: embeddings, head, router, norms, sinks.
       weight_decay: Decoupled, on matrices.
       warmup_steps: Linear warm-up.
       decay_fraction: Last part of the run, in which rates fall linearly to zero.
       clip_norm: Global gradient norm.
-      capacity_factor: Rows an expert may take, in multiples of the mean.
-      balance_rate: Step of the selection bias.
-      eval_every: Steps between held-out losses.
+      eval_every: Steps between held-out evaluations.
       save_every: Steps between checkpoints.
-      qat: Quantization-aware training; the target is then written with packed experts. None: it
-        is trained and written in float.
     """
 
-    num_steps: int = 4000
-    batch_rows: int = 8
+    num_steps: int
+    batch_rows: int
     mix: dict[str, float] = dataclasses.field(default_factory=dict)
     muon_lr: float = 8e-3
     adamw_lr: float = 3e-3
@@ -83,10 +79,25 @@ class TargetTrainConfig:
     warmup_steps: int = 50
     decay_fraction: float = 0.6
     clip_norm: float = 1.0
-    capacity_factor: float = 1.25
-    balance_rate: float = 3e-3
     eval_every: int = 500
     save_every: int = 250
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetTrainConfig(TrainConfig):
+    """Pre-training of a small target.
+
+    Attributes:
+      capacity_factor: Rows an expert may take, in multiples of the mean.
+      balance_rate: Step of the selection bias.
+      qat: Quantization-aware training; the target is then written with packed experts. None: it
+        is trained and written in float.
+    """
+
+    num_steps: int = 4000
+    batch_rows: int = 8
+    capacity_factor: float = 1.25
+    balance_rate: float = 3e-3
     qat: QatConfig | None = None
 
 
@@ -111,25 +122,14 @@ class RegenerateConfig:
     num_heldout: int = 16
 
 
-@dataclasses.dataclass(frozen=True)
-class DrafterTrainConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterTrainConfig(TrainConfig):
     """Distillation of a DFlash drafter on the target's own text.
 
     Attributes:
-      num_steps: Optimizer steps.
-      batch_rows: Packed rows per step.
       row_len: Tokens per row.
       num_anchors: Draft blocks per row and step, at random positions.
       gamma: Decay of the position weights exp(-(k-1)/gamma).
-      mix: Share of rows per scene.
-      muon_lr: Peak rate of matrices.
-      adamw_lr: Peak rate of norms and the mask vector.
-      weight_decay: Decoupled, on matrices.
-      warmup_steps: Linear warm-up.
-      decay_fraction: Last part of the run, in which rates fall linearly to zero.
-      clip_norm: Global gradient norm.
-      eval_every: Steps between held-out evaluations (simulated accept length).
-      save_every: Steps between checkpoints.
     """
 
     num_steps: int = 10_000
@@ -137,13 +137,7 @@ class DrafterTrainConfig:
     row_len: int = 256
     num_anchors: int = 32
     gamma: float = 4.0
-    mix: dict[str, float] = dataclasses.field(default_factory=dict)
-    muon_lr: float = 8e-3
     adamw_lr: float = 2e-3
-    weight_decay: float = 0.01
-    warmup_steps: int = 50
-    decay_fraction: float = 0.6
-    clip_norm: float = 1.0
     eval_every: int = 1000
     save_every: int = 500
 

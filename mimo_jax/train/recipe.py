@@ -48,7 +48,7 @@ from mimo_jax.sharding import TRAIN, connect, full_sizes, make_mesh, to_host
 from mimo_jax.text import bpe
 from mimo_jax.text.tokenizer import Tokenizer
 from mimo_jax.train import loop
-from mimo_jax.train.config import DrafterTrainConfig, ExperimentConfig, TargetTrainConfig
+from mimo_jax.train.config import ExperimentConfig, TrainConfig
 from mimo_jax.train.corpora.build import build_corpus, write_prompts
 from mimo_jax.train.corpora.chat_format import NANO_CHAT_TEMPLATE
 from mimo_jax.train.data import PackedRows, batch_for_step, pack_documents
@@ -124,7 +124,7 @@ def build_corpus_stage(config: ExperimentConfig, run_dir: Path) -> None:
     (out / "DONE").write_text(json.dumps(dataclasses.asdict(settings)))
 
 
-def run_settings(train: TargetTrainConfig | DrafterTrainConfig) -> dict[str, Any]:
+def run_settings(train: TrainConfig) -> dict[str, Any]:
     """What a stage's config says to `loop.run`."""
     return {
         "num_steps": train.num_steps,

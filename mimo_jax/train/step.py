@@ -25,7 +25,7 @@ from mimo_jax.layers.moe import route_and_run
 from mimo_jax.models.params import flatten, unflatten
 from mimo_jax.quant.qat import fake_quantize_params
 from mimo_jax.train import losses, muon
-from mimo_jax.train.config import DrafterTrainConfig, QatConfig, TargetTrainConfig
+from mimo_jax.train.config import QatConfig, TargetTrainConfig, TrainConfig
 from mimo_jax.train.data import PackedRows
 from mimo_jax.train.placement import (
     experts_first_spec,
@@ -95,7 +95,7 @@ def _on_experts_first(inner: optax.GradientTransformation) -> optax.GradientTran
 
 
 def make_optimizer(
-    params, config: TargetTrainConfig | DrafterTrainConfig, mesh: Mesh | None = None
+    params, config: TrainConfig, mesh: Mesh | None = None
 ):
     """Muon on matrices (expert stacks batched), AdamW on the rest, global-norm clipping before."""
     options = {}
