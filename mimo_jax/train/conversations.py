@@ -7,8 +7,8 @@ renders with the turn is that plus the answer. The difference, up to the last sp
 the model would have to write itself, its end token included and the newline after it not.
 
 Each stretch is tokenized alone, as at decode time: the prompt's ids are there before the answer's.
-Tokenizing the whole text could merge across the border ("\\n" + "\\n" is one token of many
-tokenizers) and would teach ids that decoding never meets.
+Tokenizing the whole text could merge across the border (a newline and the spaces after it are one
+token of most tokenizers) and would teach ids that decoding never meets.
 
 Trap: some templates rewrite history, e.g. they drop the thinking of earlier turns; then the text
 before a turn is no beginning of the text after it. Of such a conversation only the last turn of
