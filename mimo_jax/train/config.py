@@ -6,6 +6,8 @@ from mimo_jax.config import DrafterConfig, TargetConfig, require
 from mimo_jax.layers.dispatch import DISPATCHES, PADDED
 from mimo_jax.quant.mxfp4 import EVEN, check_groups, check_rule
 from mimo_jax.sharding import TENSOR, TRAIN, full_sizes
+from mimo_jax.train.conversations import DEFAULT, thinking_kwargs
+from mimo_jax.train.data import LONG_DOCUMENTS, SPLIT
 from mimo_jax.train.placement import check_mesh
 
 
@@ -28,6 +30,35 @@ class CorpusConfig:
     tokenizer_docs: int = 3000
     vocab_size: int = 2048
     row_len: int = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Text from files as packed rows; see `train/dataset.py`.
+
+    Attributes:
+      sources: Name of each source -> file, directory or pattern, see `sources.find_files`.
+      row_len: Tokens per row.
+      long_documents: What becomes of longer documents, of `data.LONG_DOCUMENTS`.
+      thinking: Of `conversations.THINKING`: a drafter is for one of them.
+      seed: Of the order in which documents are packed.
+    """
+
+    sources: dict[str, str]
+    row_len: int
+    long_documents: str = SPLIT
+    thinking: str = DEFAULT
+    seed: int = 0
+
+    def __post_init__(self):
+        require(len(self.sources) > 0, "data.sources is empty; allowed: at least one")
+        require(self.row_len >= 2, f"data.row_len {self.row_len} is out of range; allowed: >= 2")
+        require(
+            self.long_documents in LONG_DOCUMENTS,
+            f"data.long_documents {self.long_documents!r} is unknown; allowed: "
+            f"{', '.join(LONG_DOCUMENTS)}",
+        )
+        thinking_kwargs(self.thinking)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,6 @@ those of a process alone (to split a scene would change which answers count into
 import dataclasses
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -55,9 +54,11 @@ from mimo_jax.train.data import PackedRows, batch_for_step, pack_documents
 from mimo_jax.train.drafter_step import make_drafter_step
 from mimo_jax.train.evaluate import make_propose, simulated_accept_length
 from mimo_jax.train.near_ties import NEAR_TIE, smallest_margins, ties_last
+from mimo_jax.train.pipeline import Batches, own_rows
 from mimo_jax.train.placement import param_shardings, place_params, whole_over_data
 from mimo_jax.train.provenance import record
 from mimo_jax.train.regenerate import prompts_of, regenerate
+from mimo_jax.train.row_files import read_rows, write_rows
 from mimo_jax.train.step import (
     Batch,
     TrainState,
@@ -72,24 +73,6 @@ from mimo_jax.train.step import (
 
 PAD_ID = 0  # <|endoftext|>; padding is masked by segment 0
 STOP_IDS = (0, 2)  # <|endoftext|>, <|im_end|>
-
-
-def write_rows(path: Path, rows: PackedRows) -> None:
-    """Writes packed rows to an .npz that is either whole or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".partial")
-    with temporary.open("wb") as file:
-        np.savez(file, **rows._asdict())
-    os.replace(temporary, path)
-
-
-def read_rows(directory: Path) -> dict[str, PackedRows]:
-    """Rows of each scene in a directory of SCENE.npz files."""
-    rows = {}
-    for path in sorted(directory.glob("*.npz")):
-        with np.load(path) as arrays:
-            rows[path.stem] = PackedRows(**{name: arrays[name] for name in PackedRows._fields})
-    return rows
 
 
 def build_corpus_stage(config: ExperimentConfig, run_dir: Path) -> None:
@@ -198,10 +181,12 @@ def train_target_stage(
     optimizer = make_optimizer(params, train, mesh)
     step = make_target_step(graph, optimizer, train, mesh, config.dispatch)
     evaluate = make_target_eval(graph, mesh, config.dispatch, train.qat)
+    batches = Batches(
+        rows, train.mix, train.batch_rows, config.seed, own_rows=own_rows(mesh, train.batch_rows)
+    )
 
     def step_fn(state: TrainState, step_number: int):
-        batch = batch_for_step(rows, train.mix, train.batch_rows, config.seed, step_number)
-        return step(state, place_batch(batch, mesh))
+        return step(state, place_batch(batches[step_number], mesh))
 
     def eval_fn(state: TrainState) -> dict:
         losses = {}
@@ -382,10 +367,14 @@ def train_drafter_stage(
     optimizer = make_optimizer(trained, train, mesh)
     step = make_drafter_step(target.graph, graph, optimizer, train, model, mesh, config.dispatch)
     propose = make_propose(target.graph, graph, mesh, config.dispatch)
+    batches = Batches(
+        rows, train.mix, train.batch_rows, config.seed, own_rows=own_rows(mesh, train.batch_rows)
+    )
 
     def step_fn(state: TrainState, step_number: int):
-        batch = batch_for_step(rows, train.mix, train.batch_rows, config.seed, step_number)
-        return step(state, target.params, place_batch(batch, mesh), config.seed)
+        return step(
+            state, target.params, place_batch(batches[step_number], mesh), config.seed
+        )
 
     def eval_fn(state: TrainState) -> dict:
         tau = {
