@@ -5,7 +5,8 @@
     python train.py --config configs/nano.py --mesh 2x2x2
     srun --ntasks 8 python train.py --config configs/nano.py      # eight processes, one run
 
-A run that was stopped goes on where it was when the same command is given again.
+A run that was stopped goes on where it was when the same command is given again. SIGTERM and Ctrl-C
+end it after the step at hand, once that is saved, with exit code 0.
 """
 
 import dataclasses
@@ -72,15 +73,23 @@ def run(arguments: Arguments, group: ProcessGroup) -> None:
 def main() -> int:
     arguments = tyro.cli(Arguments, description=__doc__)
     from mimo_jax.config import ConfigError
+    from mimo_jax.train.stopping import Stopped, raising_stop
 
     group = ALONE
     try:
-        if not arguments.dry_run:
-            group = open_group(arguments.processes, "train.py")  # before anything imports JAX
-        run(arguments, group)
-        return group.close()
+        with raising_stop():
+            if not arguments.dry_run:
+                group = open_group(arguments.processes, "train.py")  # before anything imports JAX
+            run(arguments, group)
+            return group.close()
     except (ConfigError, ValueError, FloatingPointError, OSError, *group.losses()) as error:
         line, code = f"train.py: {group.explain(error)}", 2
+    except Stopped as stopped:
+        line = f"train.py: {stopped}; the same command goes on"
+        code = 0 if group.count == 1 else 130  # the others were not told
+        if stopped.is_agreed:
+            print(line, file=sys.stderr)
+            return group.close()
     except KeyboardInterrupt:
         line, code = "train.py: stopped; the same command goes on from the newest checkpoint", 130
     group.abandon(line, code)

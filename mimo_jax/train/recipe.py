@@ -19,6 +19,7 @@ those of a process alone (to split a scene would change which answers count into
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -56,7 +57,7 @@ from mimo_jax.train.drafter_step import make_drafter_step
 from mimo_jax.train.evaluate import make_propose, simulated_accept_length
 from mimo_jax.train.near_ties import NEAR_TIE, smallest_margins, ties_last
 from mimo_jax.train.placement import param_shardings, place_params, whole_over_data
-from mimo_jax.train.provenance import record
+from mimo_jax.train.provenance import record, rows_hash
 from mimo_jax.train.regenerate import prompts_of, regenerate
 from mimo_jax.train.step import (
     Batch,
@@ -124,13 +125,13 @@ def build_corpus_stage(config: ExperimentConfig, run_dir: Path) -> None:
     (out / "DONE").write_text(json.dumps(dataclasses.asdict(settings)))
 
 
-def run_settings(train: TrainConfig) -> dict[str, Any]:
-    """What a stage's config says to `loop.run`."""
+def run_settings(train: TrainConfig, **more_meta) -> dict[str, Any]:
+    """What a stage's config says to `loop.run`; more_meta goes into its checkpoints, too."""
     return {
         "num_steps": train.num_steps,
         "save_every": train.save_every,
         "eval_every": train.eval_every,
-        "meta": {"config": json.loads(json.dumps(dataclasses.asdict(train)))},
+        "meta": {"config": json.loads(json.dumps(dataclasses.asdict(train))), **more_meta},
     }
 
 
@@ -199,9 +200,10 @@ def train_target_stage(
     step = make_target_step(graph, optimizer, train, mesh, config.dispatch)
     evaluate = make_target_eval(graph, mesh, config.dispatch, train.qat)
 
+    batch_of = functools.partial(batch_for_step, rows, train.mix, train.batch_rows, config.seed)
+
     def step_fn(state: TrainState, step_number: int):
-        batch = batch_for_step(rows, train.mix, train.batch_rows, config.seed, step_number)
-        return step(state, place_batch(batch, mesh))
+        return step(state, place_batch(batch_of(step_number), mesh))
 
     def eval_fn(state: TrainState) -> dict:
         losses = {}
@@ -222,7 +224,8 @@ def train_target_stage(
         step_fn,
         run_dir=run_dir,
         eval_fn=eval_fn,
-        **run_settings(train),
+        batch_of=batch_of,
+        **run_settings(train, seed=config.seed, data_hash=rows_hash(rows)),
         tokens_per_step=train.batch_rows * config.corpus.row_len,
         group=group,
     )
@@ -383,9 +386,10 @@ def train_drafter_stage(
     step = make_drafter_step(target.graph, graph, optimizer, train, model, mesh, config.dispatch)
     propose = make_propose(target.graph, graph, mesh, config.dispatch)
 
+    batch_of = functools.partial(batch_for_step, rows, train.mix, train.batch_rows, config.seed)
+
     def step_fn(state: TrainState, step_number: int):
-        batch = batch_for_step(rows, train.mix, train.batch_rows, config.seed, step_number)
-        return step(state, target.params, place_batch(batch, mesh), config.seed)
+        return step(state, target.params, place_batch(batch_of(step_number), mesh), config.seed)
 
     def eval_fn(state: TrainState) -> dict:
         tau = {
@@ -405,7 +409,8 @@ def train_drafter_stage(
         step_fn,
         run_dir=run_dir,
         eval_fn=eval_fn,
-        **run_settings(train),
+        batch_of=batch_of,
+        **run_settings(train, seed=config.seed, data_hash=rows_hash(rows)),
         tokens_per_step=train.batch_rows * train.row_len,
         group=group,
     )
