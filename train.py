@@ -33,6 +33,8 @@ class Arguments:
     """Devices along data x expert x tensor (x sequence), as 2x2x2; instead of the config's own."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print parameter counts and steps, train nothing."""
+    tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Write metrics for TensorBoard, too, to RUN_DIR/STAGE/tensorboard."""
     processes: tyro.conf.OmitArgPrefixes[ProcessFlags] = ProcessFlags()
 
 
@@ -65,7 +67,8 @@ def run(arguments: Arguments, group: ProcessGroup) -> None:
     if arguments.dry_run:
         print(json.dumps(recipe.summary(config), indent=1))
         return
-    out = recipe.run_recipe(config, arguments.run_dir or Path("runs") / config.name, group)
+    run_dir = arguments.run_dir or Path("runs") / config.name
+    out = recipe.run_recipe(config, run_dir, group, arguments.tensorboard)
     if group.is_first:
         print(f"exported to {out}")
 

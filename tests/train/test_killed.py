@@ -67,11 +67,12 @@ def kill_again_and_again(command, stage_dir: Path, num_steps: int, moments, seed
     for number, moment in enumerate(moments):
         due = num_steps * number // (len(moments) + 1)
         with groups.started(command, 1) as (process,):
-            groups.wait_for(lambda: newest(stage_dir) >= due or process.poll() is not None)
+            is_due = lambda due=due: newest(stage_dir) >= due or process.poll() is not None
+            groups.wait_for(is_due)
             is_time = lambda: is_saving(stage_dir)
             if moment != IN_A_SAVE:
                 end = time.monotonic() + rng.uniform(0, moment)
-                is_time = lambda: time.monotonic() >= end
+                is_time = lambda end=end: time.monotonic() >= end
             was_killed = kill_when(process, is_time)
             assert was_killed, process.communicate()[1]
         if is_saving(stage_dir):
