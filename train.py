@@ -7,7 +7,8 @@
     python train.py regenerate --model DIR --data prompts.jsonl --out answers.jsonl
     python train.py regenerate --help
 
-A run that was stopped goes on where it was when the same command is given again.
+A run that was stopped goes on where it was when the same command is given again. SIGTERM and Ctrl-C
+end it after the step at hand, once that is saved, with exit code 0.
 """
 
 import dataclasses
@@ -37,6 +38,8 @@ class Arguments:
     """Devices along data x expert x tensor (x sequence), as 2x2x2; instead of the config's own."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print parameter counts and steps, train nothing."""
+    tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Write metrics for TensorBoard, too, to RUN_DIR/STAGE/tensorboard."""
     processes: tyro.conf.OmitArgPrefixes[ProcessFlags] = ProcessFlags()
 
 
@@ -69,7 +72,8 @@ def run(arguments: Arguments, group: ProcessGroup) -> None:
     if arguments.dry_run:
         print(json.dumps(recipe.summary(config), indent=1))
         return
-    out = recipe.run_recipe(config, arguments.run_dir or Path("runs") / config.name, group)
+    run_dir = arguments.run_dir or Path("runs") / config.name
+    out = recipe.run_recipe(config, run_dir, group, arguments.tensorboard)
     if group.is_first:
         print(f"exported to {out}")
 
@@ -87,20 +91,27 @@ def regenerate(options: AnswerOptions) -> int:
 
 def main() -> int:
     from mimo_jax.config import ConfigError
+    from mimo_jax.train.stopping import Stopped, raising_stop
 
     group = ALONE
     try:
         if sys.argv[1:2] == ["regenerate"]:
-            return regenerate(
-                tyro.cli(AnswerOptions, prog="train.py regenerate", args=sys.argv[2:])
-            )
+            options = tyro.cli(AnswerOptions, prog="train.py regenerate", args=sys.argv[2:])
+            return regenerate(options)
         arguments = tyro.cli(Arguments, description=__doc__)
-        if not arguments.dry_run:
-            group = open_group(arguments.processes, "train.py")  # before anything imports JAX
-        run(arguments, group)
-        return group.close()
+        with raising_stop():
+            if not arguments.dry_run:
+                group = open_group(arguments.processes, "train.py")  # before anything imports JAX
+            run(arguments, group)
+            return group.close()
     except (ConfigError, ValueError, FloatingPointError, OSError, *group.losses()) as error:
         line, code = f"train.py: {group.explain(error)}", 2
+    except Stopped as stopped:
+        line = f"train.py: {stopped}; the same command goes on"
+        code = 0 if group.count == 1 else 130  # the others were not told
+        if stopped.is_agreed:
+            print(line, file=sys.stderr)
+            return group.close()
     except KeyboardInterrupt:
         line, code = "train.py: stopped; the same command goes on where it was", 130
     group.abandon(line, code)

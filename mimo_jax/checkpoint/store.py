@@ -20,13 +20,21 @@ Several processes call `save` and `restore_latest` together, on one directory th
 Orbax lets each write its own parts; hashes are of whole leaves, gathered one at a time, so that a
 step can be restored on any mesh; what stands beside them is the first process's to write.
 
+A full disk fails the save and harms nothing that is there: Orbax writes into a directory of another
+name and drops old steps last. What it leaves half-written it would keep for ever; here it goes at
+once, or, if the run was killed, with the next save.
+
 Traps: saving is synchronous, because the hashes need the host copy and the caller donates its
-state. Half-written directories (`N.orbax-checkpoint-tmp-*`) are ignored, as Orbax does.
+state. Half-written directories (`N.orbax-checkpoint-tmp*`) are ignored, as Orbax does. A full disk
+is an OSError where Orbax writes JSON, and a ValueError with its text where it writes arrays.
 """
 
+import contextlib
+import errno
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +49,47 @@ from mimo_jax.sharding import to_host
 
 _FORMAT = 1
 _FILE_LIST = "files.json"
+_HALF_WRITTEN = "*.orbax-checkpoint-tmp*"
 _MAX_ITEMS_SHOWN = 8
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "File too large")
 
 
-class DamagedCheckpointError(RuntimeError):
+class DamagedCheckpointError(OSError):
     """A stored step does not hold what was saved, or none of the stored steps does."""
+
+
+class DiskFullError(OSError):
+    """Something could not be written for want of space; the message names directory and space."""
+
+
+@contextlib.contextmanager
+def naming_full_disk(directory: Path, what_remains: str = "") -> Iterator[None]:
+    """Turns errors for want of space into a DiskFullError, and lets all others pass.
+
+    Args:
+      directory: Where the caller writes.
+      what_remains: Ends the message.
+    """
+    try:
+        yield
+    except Exception as error:  # tensorstore has no class of its own for it
+        is_full = isinstance(error, OSError) and error.errno in _FULL
+        if not is_full and not any(text in str(error) for text in _FULL_TEXTS):
+            raise
+        free = f"{shutil.disk_usage(directory).free / 1e6:,.1f} MB free"
+        raise DiskFullError(f"no space left in {directory} ({free}){what_remains}") from error
+
+
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Orbax logs the traceback of every failure that it then raises."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.FATAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _flatten(tree: Any) -> tuple[dict[str, Any], Any]:
@@ -169,6 +213,7 @@ class CheckpointStore:
           ValueError: If a leaf cannot be stored, with its name.
           TypeError: If meta is not JSON.
           DamagedCheckpointError: If Orbax declined to save.
+          DiskFullError: If there is no space; the steps before are intact.
         """
         named, _ = _flatten(state)
         body = {
@@ -184,12 +229,27 @@ class CheckpointStore:
                 for name, leaf in named.items()
             },
         }
-        later_steps = [later for later in self.steps() if later >= step]
+        steps = self.steps()
+        later_steps = [later for later in steps if later >= step]
         self._group.barrier("all have seen the steps")
         for later in later_steps if self._group.is_first else ():
             self._set_aside(later)
+        if self._group.is_first:
+            self._drop_half_written()
         self._group.barrier("later steps are set aside")
-        with self._manager() as manager:
+        kept = ", ".join(str(earlier) for earlier in steps if earlier < step) or "none"
+        remains = f": step {step} is not saved, earlier ones are intact ({kept})"
+        with naming_full_disk(self.directory, remains):
+            try:
+                self._write(step, named, body)
+            except BaseException:
+                if self._group.count == 1:  # others may still be writing theirs
+                    self._drop_half_written()
+                raise
+        self._group.barrier("saved")
+
+    def _write(self, step: int, named: dict[str, Any], body: dict[str, Any]) -> None:
+        with _quiet_orbax(), self._manager() as manager:
             is_saved = manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -202,7 +262,10 @@ class CheckpointStore:
             raise DamagedCheckpointError(f"step {step} was not saved in {self.directory}")
         if self._group.is_first:
             self._list_files(step)
-        self._group.barrier("saved")
+
+    def _drop_half_written(self) -> None:
+        for path in self.directory.glob(_HALF_WRITTEN):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _list_files(self, step: int) -> None:
         step_dir = self.directory / str(step)

@@ -139,7 +139,13 @@ def _settings(options: AnswerOptions, drafter_dir: Path | None) -> dict[str, Any
         **{
             name: getattr(options, name)
             for name in (
-                "temperature", "top_p", "max_tokens", "seed", "samples", "thinking", "dtype"
+                "temperature",
+                "top_p",
+                "max_tokens",
+                "seed",
+                "samples",
+                "thinking",
+                "dtype",
             )
         },
     }

@@ -62,9 +62,7 @@ class AnswerOptions:
         self.sampling()
         for name in ("samples", "batch_size", "limit"):
             value = getattr(self, name)
-            require(
-                value is None or value >= 1, f"{name} {value} is out of range; allowed: >= 1"
-            )
+            require(value is None or value >= 1, f"{name} {value} is out of range; allowed: >= 1")
         require(
             self.samples == 1 or self.temperature > 0,
             f"samples {self.samples} has no meaning at temperature 0, where all answers are the "

@@ -72,7 +72,10 @@ def make_dataset(
             tally = tallies[name] = Tally()
             found = documents(text_format, read_source(source), tally)
             rows = pack(
-                found, config.row_len, pad_id=pad_id, seed=config.seed,
+                found,
+                config.row_len,
+                pad_id=pad_id,
+                seed=config.seed,
                 long_documents=config.long_documents,
             )
             require(

@@ -19,6 +19,7 @@ those of a process alone (to split a scene would change which answers count into
 """
 
 import dataclasses
+import functools
 import json
 import math
 import shutil
@@ -37,6 +38,7 @@ from mimo_jax.checkpoint.hf_target import load_target, open_target, save_target
 from mimo_jax.config import require
 from mimo_jax.decode.placement import Model
 from mimo_jax.decode.request import Request
+from mimo_jax.decode.stats import AcceptStats
 from mimo_jax.distributed import ALONE, ProcessGroup
 from mimo_jax.layers.dispatch import PADDED, RAGGED
 from mimo_jax.models.drafter import Drafter
@@ -52,13 +54,18 @@ from mimo_jax.train.corpora.build import build_corpus, write_prompts
 from mimo_jax.train.corpora.chat_format import NANO_CHAT_TEMPLATE
 from mimo_jax.train.data import PackedRows, batch_for_step, pack_documents
 from mimo_jax.train.drafter_step import make_drafter_step
-from mimo_jax.train.evaluate import make_propose, simulated_accept_length
+from mimo_jax.train.evaluate import (
+    known_requests,
+    make_propose,
+    make_real_accept_length,
+    simulate,
+)
 from mimo_jax.train.near_ties import NEAR_TIE, smallest_margins, ties_last
 from mimo_jax.train.pipeline import Batches, own_rows
 from mimo_jax.train.placement import param_shardings, place_params, whole_over_data
 from mimo_jax.train.provenance import record
 from mimo_jax.train.regenerate import prompts_of, regenerate
-from mimo_jax.train.row_files import read_rows, write_rows
+from mimo_jax.train.row_files import dataset_hash, read_rows, write_rows
 from mimo_jax.train.step import (
     Batch,
     TrainState,
@@ -72,6 +79,7 @@ from mimo_jax.train.step import (
 )
 
 PAD_ID = 0  # <|endoftext|>; padding is masked by segment 0
+REAL_PROMPTS = 4  # of each scene, decoded at every evaluation of a drafter
 STOP_IDS = (0, 2)  # <|endoftext|>, <|im_end|>
 
 
@@ -107,13 +115,13 @@ def build_corpus_stage(config: ExperimentConfig, run_dir: Path) -> None:
     (out / "DONE").write_text(json.dumps(dataclasses.asdict(settings)))
 
 
-def run_settings(train: TrainConfig) -> dict[str, Any]:
-    """What a stage's config says to `loop.run`."""
+def run_settings(train: TrainConfig, **more_meta) -> dict[str, Any]:
+    """What a stage's config says to `loop.run`; more_meta goes into its checkpoints, too."""
     return {
         "num_steps": train.num_steps,
         "save_every": train.save_every,
         "eval_every": train.eval_every,
-        "meta": {"config": json.loads(json.dumps(dataclasses.asdict(train)))},
+        "meta": {"config": json.loads(json.dumps(dataclasses.asdict(train))), **more_meta},
     }
 
 
@@ -172,6 +180,7 @@ def train_target_stage(
     run_dir: Path,
     mesh: Mesh | None = None,
     group: ProcessGroup = ALONE,
+    has_tensorboard: bool = False,
 ) -> None:
     """Pre-trains the target and exports it."""
     train = config.target_train
@@ -184,6 +193,8 @@ def train_target_stage(
     batches = Batches(
         rows, train.mix, train.batch_rows, config.seed, own_rows=own_rows(mesh, train.batch_rows)
     )
+
+    batch_of = functools.partial(batch_for_step, rows, train.mix, train.batch_rows, config.seed)
 
     def step_fn(state: TrainState, step_number: int):
         return step(state, place_batch(batches[step_number], mesh))
@@ -207,7 +218,9 @@ def train_target_stage(
         step_fn,
         run_dir=run_dir,
         eval_fn=eval_fn,
-        **run_settings(train),
+        batch_of=batch_of,
+        has_tensorboard=has_tensorboard,
+        **run_settings(train, seed=config.seed, data_hash=dataset_hash(rows)),
         tokens_per_step=train.batch_rows * config.corpus.row_len,
         group=group,
     )
@@ -245,9 +258,7 @@ def load_exported_target(run_dir: Path, mesh: Mesh | None = None) -> Model:
         return dataclasses.replace(model, params=place_params(model.params, mesh))
     _, like = abstract(lambda: Target(target_config, rngs=nnx.Rngs(0)))
     shardings = flatten(param_shardings(like, mesh))
-    return Model(
-        *load_target(directory, dtype=jnp.float32, sharding_of=shardings.__getitem__)
-    )
+    return Model(*load_target(directory, dtype=jnp.float32, sharding_of=shardings.__getitem__))
 
 
 def scene_stop_ids(scene: str) -> tuple[int, ...]:
@@ -255,9 +266,7 @@ def scene_stop_ids(scene: str) -> tuple[int, ...]:
     return STOP_IDS[:1] if scene == "agent" else STOP_IDS
 
 
-def regenerate_stage(
-    config: ExperimentConfig, run_dir: Path, group: ProcessGroup = ALONE
-) -> None:
+def regenerate_stage(config: ExperimentConfig, run_dir: Path, group: ProcessGroup = ALONE) -> None:
     """The target answers training prompts, and greedily a few held-out ones."""
     out = run_dir / "regenerate"
     train_rows = read_rows(run_dir / "corpus" / "train")
@@ -272,7 +281,9 @@ def regenerate_stage(
         target = target or load_exported_target(run_dir)
         quota = int(settings.num_tokens * share / sum(mix.values()))
         common: dict[str, Any] = {
-            "stop_ids": scene_stop_ids(scene), "row_len": row_len, "seed": config.seed
+            "stop_ids": scene_stop_ids(scene),
+            "row_len": row_len,
+            "seed": config.seed,
         }
         heldout = regenerate(
             target,
@@ -332,9 +343,7 @@ def drafter_init(
         )
         return graph, params
     graph, params = split(Drafter(model, rngs=nnx.Rngs(config.seed + 1)))
-    first = place_batch(
-        batch_for_step(rows, config.drafter_train.mix, 16, config.seed, 0), mesh
-    )
+    first = place_batch(batch_for_step(rows, config.drafter_train.mix, 16, config.seed, 0), mesh)
     run_sparse = sparse_layer(mesh, None, config.dispatch)
 
     @jax.jit
@@ -349,11 +358,23 @@ def drafter_init(
     return graph, unflatten(params, balance_taps(flatten(params), features))
 
 
+def accept_figures(kind: str, by_scene: dict[str, AcceptStats]) -> dict:
+    """Metrics of an evaluation: accept length and per-position acceptance of each scene."""
+    figures = {scene: stats.to_json() for scene, stats in by_scene.items()}
+    return {
+        f"{kind}_accept_length": {scene: each["tau"] for scene, each in figures.items()},
+        f"{kind}_acceptance": {
+            scene: each["per_position_acceptance"] for scene, each in figures.items()
+        },
+    }
+
+
 def train_drafter_stage(
     config: ExperimentConfig,
     run_dir: Path,
     mesh: Mesh | None = None,
     group: ProcessGroup = ALONE,
+    has_tensorboard: bool = False,
 ):
     """Distils the drafter; returns its graph and {"drafter": params, "mask_embedding": [d]}."""
     train, model = config.drafter_train, config.drafter
@@ -371,22 +392,27 @@ def train_drafter_stage(
         rows, train.mix, train.batch_rows, config.seed, own_rows=own_rows(mesh, train.batch_rows)
     )
 
+    batch_of = functools.partial(batch_for_step, rows, train.mix, train.batch_rows, config.seed)
+
     def step_fn(state: TrainState, step_number: int):
-        return step(
-            state, target.params, place_batch(batches[step_number], mesh), config.seed
-        )
+        return step(state, target.params, place_batch(batches[step_number], mesh), config.seed)
+
+    asked = {scene: known_requests(some, REAL_PROMPTS) for scene, some in heldout.items()}
+    real = None  # decoding, as training does not, wants a model in one memory
+    if mesh is None:
+        options = {"max_len": train.row_len, "batch_size": REAL_PROMPTS}
+        real = make_real_accept_length(target, model, **options)
 
     def eval_fn(state: TrainState) -> dict:
-        tau = {
-            scene: round(
-                simulated_accept_length(
-                    propose, target.params, state.params, scene_rows, mesh
-                ),
-                3,
-            )
+        by_scene = {
+            scene: simulate(propose, target.params, state.params, scene_rows, mesh)
             for scene, scene_rows in heldout.items()
         }
-        return {"heldout_accept_length": tau}
+        found = accept_figures("heldout", by_scene)
+        if real is not None:
+            done = {scene: real(state.params, requests) for scene, requests in asked.items()}
+            found |= accept_figures("real", done)
+        return found
 
     state = loop.run(
         "drafter",
@@ -394,7 +420,9 @@ def train_drafter_stage(
         step_fn,
         run_dir=run_dir,
         eval_fn=eval_fn,
-        **run_settings(train),
+        batch_of=batch_of,
+        has_tensorboard=has_tensorboard,
+        **run_settings(train, seed=config.seed, data_hash=dataset_hash(rows)),
         tokens_per_step=train.batch_rows * train.row_len,
         group=group,
     )
@@ -447,7 +475,10 @@ def order_prompts_stage(config: ExperimentConfig, run_dir: Path) -> None:
 
 
 def run_recipe(
-    config: ExperimentConfig, run_dir: Path, group: ProcessGroup = ALONE
+    config: ExperimentConfig,
+    run_dir: Path,
+    group: ProcessGroup = ALONE,
+    has_tensorboard: bool = False,
 ) -> Path:
     """All stages in order; returns the exported checkpoint directory.
 
@@ -458,6 +489,7 @@ def run_recipe(
       config: Of the run; several processes without a mesh in it train on all their devices.
       run_dir: Where the run lives, the same directory for every process.
       group: The processes that work on it together.
+      has_tensorboard: Write the trainings' metrics for TensorBoard, too.
     """
     config = on_all_devices(config, group)
     mesh = run_mesh(config)
@@ -470,11 +502,11 @@ def run_recipe(
         build_corpus_stage(config, run_dir)
     is_trained = (run_dir / "target" / "export" / "config.json").exists()
     if not group.share("target is trained", is_trained):  # waits for the corpus, too
-        train_target_stage(config, run_dir, mesh, group)
+        train_target_stage(config, run_dir, mesh, group, has_tensorboard)
         group.barrier("target is exported")
     regenerate_stage(config, run_dir, group)
     group.barrier("answers are written")
-    _, trained = train_drafter_stage(config, run_dir, mesh, group)
+    _, trained = train_drafter_stage(config, run_dir, mesh, group, has_tensorboard)
     trained = jax.tree.map(to_host, trained)
     if group.is_first:
         export_stage(config, run_dir, trained)

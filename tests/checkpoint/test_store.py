@@ -1,7 +1,9 @@
 """Run: pytest tests/checkpoint/test_store.py"""
 
+import errno
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
-from mimo_jax.checkpoint.store import CheckpointStore, DamagedCheckpointError, leaf_hash
+from mimo_jax.checkpoint.store import (
+    CheckpointStore,
+    DamagedCheckpointError,
+    DiskFullError,
+    leaf_hash,
+)
 
 
 def make_state(seed: int) -> dict[str, Any]:
@@ -199,6 +207,143 @@ def test_ignores_half_written_directories(two_steps: CheckpointStore) -> None:
     half.mkdir()
     (half / "state").mkdir()
     assert two_steps.steps() == [10, 20]
+
+
+def test_half_written_directories_go_with_the_next_save(two_steps: CheckpointStore) -> None:
+    half = two_steps.directory / "30.orbax-checkpoint-tmp"
+    (half / "state").mkdir(parents=True)
+    two_steps.save(30, make_state(30), {})
+    assert sorted(path.name for path in two_steps.directory.iterdir()) == ["20", "30"]
+
+
+def test_deleting_any_one_file_is_noticed_or_harmless(
+    two_steps: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every file of a step in turn. Only our own list may be missing: the hashes judge then."""
+    step_dir = two_steps.directory / "20"
+    files = [path for path in sorted(step_dir.rglob("*")) if path.is_file()]
+    assert len(files) >= 10
+    for path in files:
+        kept = path.read_bytes()
+        path.unlink()
+        restored = two_steps.restore_latest(abstract(make_state(0)))
+        assert restored is not None
+        expected = 20 if path.name == "files.json" else 10
+        assert restored[0] == expected, path
+        assert_same(restored[1], make_state(expected))
+        if expected == 10:
+            name = path.relative_to(step_dir)
+            assert f"step 20 is damaged: DamagedCheckpointError: file {name} is missing" in (
+                caplog.text
+            )
+        path.write_bytes(kept)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Any:
+    """A file system of 2.3 MB of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2300k", "tmpfs", str(place)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system (root)")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def megabyte(seed: int) -> dict[str, Any]:
+    return {"w": jax.random.bits(jax.random.key(seed), (1000, 1000), jnp.uint8)}
+
+
+def check_full(store: CheckpointStore) -> None:
+    """Steps 1 and 2 are stored and 3 did not fit."""
+    assert sorted(path.name for path in store.directory.iterdir()) == ["1", "2"]
+    restored = store.restore_latest(megabyte(0))
+    assert restored is not None
+    assert restored[0] == 2
+    assert_same(restored[1], megabyte(2))
+
+
+def test_a_full_disk_leaves_earlier_steps_intact(small_disk: Path) -> None:
+    store = CheckpointStore(small_disk / "run")
+    for step in (1, 2):
+        store.save(step, megabyte(step), {})
+    expected = rf"no space left in {small_disk / 'run'} \(0\.\d MB free\): step 3 is not saved, "
+    with pytest.raises(DiskFullError, match=expected + r"earlier ones are intact \(1, 2\)$"):
+        store.save(3, megabyte(3), {})
+    check_full(store)
+    shutil.rmtree(store.directory / "1")
+    store.save(3, megabyte(3), {})
+    restored = store.restore_latest(megabyte(0))
+    assert restored is not None
+    assert restored[0] == 3
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        ValueError("RESOURCE_EXHAUSTED: Failed to write 66370 bytes: No space left on device"),
+    ],
+)
+def test_every_way_of_saying_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Where nothing may be mounted: the manager fails half-way, as Orbax does on a full disk."""
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        store.save(step, megabyte(step), {})
+
+    def save(manager: Any, step: int, **_: Any) -> bool:
+        (store.directory / f"{step}.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+        raise error
+
+    monkeypatch.setattr(ocp.CheckpointManager, "save", save)
+    with pytest.raises(DiskFullError, match="step 3 is not saved"):
+        store.save(3, megabyte(3), {})
+    check_full(store)
+
+
+def test_other_errors_of_a_save_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(manager: Any, step: int, **_: Any) -> bool:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(ocp.CheckpointManager, "save", save)
+    with pytest.raises(OSError, match="Permission denied") as caught:
+        CheckpointStore(tmp_path).save(1, megabyte(1), {})
+    assert not isinstance(caught.value, DiskFullError)
+
+
+@pytest.mark.multi_device
+def test_restores_on_1_2_4_8_devices_from_each_of_them(tmp_path: Path) -> None:
+    """All 16 pairs, matrices cut along either axis, whole ones beside them."""
+
+    def placed(state: Any, count: int) -> Any:
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("x",))
+        specs = {"columns": (None, "x"), "experts": ("x",), "norm": (), "step": ()}
+        cut = lambda name: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*name))
+        return {name: jax.device_put(leaf, cut(specs[name])) for name, leaf in state.items()}
+
+    state = {
+        "columns": jax.random.normal(jax.random.key(1), (5, 24)),
+        "experts": jax.random.normal(jax.random.key(2), (16, 3, 7)).astype(jnp.bfloat16),
+        "norm": jnp.linspace(0.0, 1.0, 11),
+        "step": jnp.int32(9),
+    }
+    blank = jax.tree.map(jnp.zeros_like, state)
+    for saved_on in (1, 2, 4, 8):
+        store = CheckpointStore(tmp_path / str(saved_on))
+        store.save(9, placed(state, saved_on), {})
+        for count in (1, 2, 4, 8):
+            like = placed(blank, count)
+            restored = store.restore_latest(like)
+            assert restored is not None
+            assert_same(restored[1], state)
+            for ours, wanted in zip(
+                jax.tree.leaves(restored[1]), jax.tree.leaves(like), strict=True
+            ):
+                assert ours.sharding.is_equivalent_to(wanted.sharding, ours.ndim)
 
 
 def test_other_config_names_leaves_and_shapes(two_steps: CheckpointStore) -> None:

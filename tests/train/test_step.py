@@ -24,7 +24,7 @@ from mimo_jax.train import loop, recipe
 from mimo_jax.train.config import DrafterTrainConfig, TargetTrainConfig
 from mimo_jax.train.data import PackedRows, pack_documents
 from mimo_jax.train.drafter_step import draft_logits_at_anchors, make_drafter_step
-from mimo_jax.train.evaluate import make_propose, simulated_accept_length, walk
+from mimo_jax.train.evaluate import make_propose, simulated_accept_length
 from mimo_jax.train.step import (
     Batch,
     init_state,
@@ -134,14 +134,6 @@ def test_simulated_accept_length_equals_the_decode_loop(pair, standard_promotion
     tau = simulated_accept_length(propose, target.params, trained, rows)
     assert tau == pytest.approx(sum(steps) / len(steps), abs=1e-9)
     assert tau > 1.0
-
-
-def test_walk_literal():
-    ids = np.asarray([7, 8, 9, 9, 4])
-    proposals = np.asarray([[8, 9, 1], [0, 0, 0], [0, 0, 0], [5, 5, 5], [0, 0, 0]])
-    assert walk(ids, proposals, first=0, end=5) == [3, 1]
-    assert walk(ids, proposals, first=0, end=3) == [2]
-    assert walk(ids, proposals, first=0, end=1) == []
 
 
 def test_target_step_learns_and_balances(pair, standard_promotion):
