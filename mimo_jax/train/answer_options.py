@@ -58,11 +58,17 @@ class AnswerOptions:
     quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Show no bar."""
 
-    def __post_init__(self):
+    def check(self) -> None:
+        """Raises ConfigError, naming the flag and what is allowed.
+
+        Not at construction, where tyro would make a box of five lines of it.
+        """
         self.sampling()
         for name in ("samples", "batch_size", "limit"):
             value = getattr(self, name)
-            require(value is None or value >= 1, f"{name} {value} is out of range; allowed: >= 1")
+            require(
+                value is None or value >= 1, f"{name} {value} is out of range; allowed: >= 1"
+            )
         require(
             self.samples == 1 or self.temperature > 0,
             f"samples {self.samples} has no meaning at temperature 0, where all answers are the "

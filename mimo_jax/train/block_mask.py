@@ -79,7 +79,9 @@ def choose_anchors(
     num_picked = min(per_chunk, chunk_len)
     top_score, top_pos = jax.lax.top_k(jnp.where(is_valid, noise, -1.0), num_picked)
     order = jnp.sort(jnp.where(top_score >= 0, top_pos.astype(jnp.int32), chunk_len), axis=-1)
-    order = jnp.pad(order, ((0, 0), (0, 0), (0, per_chunk - num_picked)), constant_values=chunk_len)
+    order = jnp.pad(
+        order, ((0, 0), (0, 0), (0, per_chunk - num_picked)), constant_values=chunk_len
+    )
     keep = order < chunk_len
     anchor_pos = jnp.where(keep, order + (chunks * chunk_len)[None, :, None], 0)
     return anchor_pos.reshape(b, -1), keep.reshape(b, -1)

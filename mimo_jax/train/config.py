@@ -245,4 +245,6 @@ class ExperimentConfig:
         sizes = dict(zip(TRAIN.mesh_axes, full_sizes(TRAIN, self.mesh), strict=True))
         # Cut over "data" as well (FSDP), but made whole before it is quantized.
         check_groups("target.layers.experts_gate", "embed", self.target.hidden_size)
-        check_groups("target.layers.experts_down", "expert_hidden", moe.hidden_size, sizes[TENSOR])
+        check_groups(
+            "target.layers.experts_down", "expert_hidden", moe.hidden_size, sizes[TENSOR]
+        )

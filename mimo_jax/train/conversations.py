@@ -211,7 +211,9 @@ def document_of(format_: TextFormat, record: Record, tally: Tally) -> Document |
     return document
 
 
-def documents(format_: TextFormat, records: Iterable[Record], tally: Tally) -> Iterator[Document]:
+def documents(
+    format_: TextFormat, records: Iterable[Record], tally: Tally
+) -> Iterator[Document]:
     """Documents of all records that teach something; see `document_of`."""
     for record in records:
         document = document_of(format_, record, tally)

@@ -90,11 +90,7 @@ def pack_documents(
     """Packs (prompt, answer) documents into rows of one length; see `pack`."""
     pairs = (Document.of_pair(*pair) for pair in docs)
     return pack(
-        pairs,
-        row_len,
-        pad_id=pad_id,
-        seed=seed,
-        num_open_rows=num_open_rows,
+        pairs, row_len, pad_id=pad_id, seed=seed, num_open_rows=num_open_rows,
         long_documents=long_documents,
     )
 

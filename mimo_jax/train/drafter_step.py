@@ -201,7 +201,9 @@ def draft_logits_at_anchors(
         ],
         axis=1,
     )
-    gather = on_own(gather_blocks, mesh, (P(ROWS, None, SEQUENCE), P(ROWS, SEQUENCE)), P(BLOCKS))
+    gather = on_own(
+        gather_blocks, mesh, (P(ROWS, None, SEQUENCE), P(ROWS, SEQUENCE)), P(BLOCKS)
+    )
     hidden = drafter.train_hidden(
         block,
         tuple(gather(x, read.index) for x in context.keys),

@@ -38,7 +38,9 @@ from mimo_jax.train.step import Batch, place_batch, run_target, sparse_layer
 ANCHOR_CHUNK = 32
 
 
-def make_propose(target_graph, drafter_graph, mesh: Mesh | None = None, dispatch: str = PADDED):
+def make_propose(
+    target_graph, drafter_graph, mesh: Mesh | None = None, dispatch: str = PADDED
+):
     """Returns propose(target_params, trained, batch, first_anchor) -> int32 [r, 32, m].
 
     Proposals at the anchors first_anchor .. first_anchor + 31 of every row.

@@ -93,7 +93,9 @@ class MetricsFile:
       ConfigError: If has_tensorboard and the package for it is absent.
     """
 
-    def __init__(self, path: Path, step: int, is_first: bool = True, has_tensorboard: bool = False):
+    def __init__(
+        self, path: Path, step: int, is_first: bool = True, has_tensorboard: bool = False
+    ):
         self._path, self._is_first, self._board = path, is_first, None
         if not is_first:
             return

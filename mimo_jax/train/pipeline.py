@@ -84,7 +84,9 @@ class Batches:
         Raises:
           ValueError: If mix names a scene that is missing or has no rows.
         """
-        batch_of = lambda step: batch_for_step(rows_by_scene, mix, batch_rows, seed, step, own_rows)
+        batch_of = lambda step: batch_for_step(
+            rows_by_scene, mix, batch_rows, seed, step, own_rows
+        )
         batch_of(0)  # now, and in this thread: an error of the mix is one line at the start
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=num_ahead)
         self._iterator = iter(grain.MapDataset.source(_Steps(batch_of)).to_iter_dataset(options))

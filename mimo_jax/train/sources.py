@@ -27,12 +27,7 @@ from mimo_jax.train.records import ALLOWED, COLUMNS, Record, check_ids, parse_re
 from mimo_jax.train.row_files import open_rows
 
 JSONL, GZIP, PARQUET, ARROW, ARRAY, ARRAYS = (
-    ".jsonl",
-    ".jsonl.gz",
-    ".parquet",
-    ".arrow",
-    ".npy",
-    ".npz",
+    ".jsonl", ".jsonl.gz", ".parquet", ".arrow", ".npy", ".npz"
 )
 FORMATS = (JSONL, GZIP, PARQUET, ARROW, ARRAY, ARRAYS)
 

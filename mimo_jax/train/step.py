@@ -94,7 +94,9 @@ def _on_experts_first(inner: optax.GradientTransformation) -> optax.GradientTran
     return optax.GradientTransformation(lambda params: inner.init(_experts_first(params)), update)
 
 
-def make_optimizer(params, config: TrainConfig, mesh: Mesh | None = None):
+def make_optimizer(
+    params, config: TrainConfig, mesh: Mesh | None = None
+):
     """Muon on matrices (expert stacks batched), AdamW on the rest, global-norm clipping before."""
     options = {}
     if mesh is not None:
