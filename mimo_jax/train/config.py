@@ -8,6 +8,7 @@ from mimo_jax.quant.mxfp4 import EVEN, check_groups, check_rule
 from mimo_jax.sharding import TENSOR, TRAIN, full_sizes
 from mimo_jax.train.conversations import DEFAULT, thinking_kwargs
 from mimo_jax.train.data import LONG_DOCUMENTS, SPLIT
+from mimo_jax.train.objectives import ObjectiveConfig
 from mimo_jax.train.placement import check_mesh
 
 
@@ -160,17 +161,27 @@ class DrafterTrainConfig(TrainConfig):
     Attributes:
       row_len: Tokens per row.
       num_anchors: Draft blocks per row and step, at random positions.
-      gamma: Decay of the position weights exp(-(k-1)/gamma).
+      objective: What the slots of a block are taught, and what each counts.
+      block_chunk: Draft blocks that a device works on at a time, which bounds the memory of a step
+        whatever num_anchors is; None: all at once.
     """
 
     num_steps: int = 10_000
     batch_rows: int = 4
     row_len: int = 256
     num_anchors: int = 32
-    gamma: float = 4.0
+    objective: ObjectiveConfig = ObjectiveConfig()
+    block_chunk: int | None = 128
     adamw_lr: float = 2e-3
     eval_every: int = 1000
     save_every: int = 500
+
+    def __post_init__(self):
+        require(self.num_anchors >= 1, f"num_anchors {self.num_anchors} must be at least 1")
+        require(
+            self.block_chunk is None or self.block_chunk >= 1,
+            f"block_chunk {self.block_chunk} must be at least 1, or None for all blocks at once",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
