@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -37,7 +36,7 @@ from mimo_jax.train.placement import (
     on_own,
     whole_over_data,
 )
-from mimo_jax.train.step import Batch, TrainState, run_target, sparse_layer
+from mimo_jax.train.step import Batch, TrainState, apply_gradients, run_target, sparse_layer
 
 
 class DraftBlocks(NamedTuple):
@@ -262,17 +261,14 @@ def make_block_step(
             return losses.weighted_cross_entropy(logits, blocks.labels, weights)
 
         (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics = {
-            "loss": loss,
-            "grad_norm": optax.tree.norm(grads),
+        state, metrics = apply_gradients(state, grads, loss, optimizer, config)
+        metrics |= {
             "expected_accept_length": losses.expected_accept_length(
                 aux.is_correct, blocks.is_valid
             ),
             "num_signals": blocks.is_valid.sum(),
         }
-        return hold_state(TrainState(params, opt_state, state.step + 1), mesh), metrics
+        return hold_state(state, mesh), metrics
 
     return jax.jit(step, donate_argnums=0)
 

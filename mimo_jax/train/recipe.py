@@ -55,14 +55,15 @@ from mimo_jax.train.data import PackedRows, batch_for_step, pack_documents
 from mimo_jax.train.drafter_step import make_drafter_step
 from mimo_jax.train.evaluate import make_propose, simulated_accept_length
 from mimo_jax.train.near_ties import NEAR_TIE, smallest_margins, ties_last
+from mimo_jax.train.optimizer import make_optimizer
 from mimo_jax.train.placement import param_shardings, place_params, whole_over_data
 from mimo_jax.train.provenance import record
 from mimo_jax.train.regenerate import prompts_of, regenerate
 from mimo_jax.train.step import (
     Batch,
     TrainState,
+    eval_params,
     init_state,
-    make_optimizer,
     make_target_eval,
     make_target_step,
     place_batch,
@@ -204,21 +205,21 @@ def train_target_stage(
         return step(state, place_batch(batch, mesh))
 
     def eval_fn(state: TrainState) -> dict:
-        losses = {}
+        params, losses = eval_params(state), {}
         for scene, scene_rows in heldout.items():
             total = count = 0.0
             for start in range(0, min(len(scene_rows.token_ids), 32), 8):
                 chunk = PackedRows(*(array[start : start + 8] for array in scene_rows))
                 if len(chunk.token_ids) < 8:
                     break
-                loss_sum, num = evaluate(state.params, place_batch(chunk, mesh))
+                loss_sum, num = evaluate(params, place_batch(chunk, mesh))
                 total, count = total + float(loss_sum), count + float(num)
             losses[scene] = round(total / max(count, 1), 4)
         return {"heldout_loss": losses}
 
     state = loop.run(
         "target",
-        init_state(params, optimizer, mesh),
+        init_state(params, optimizer, mesh, has_ema=train.ema_decay > 0),
         step_fn,
         run_dir=run_dir,
         eval_fn=eval_fn,
@@ -226,7 +227,7 @@ def train_target_stage(
         tokens_per_step=train.batch_rows * config.corpus.row_len,
         group=group,
     )
-    params = jax.tree.map(to_host, state.params)
+    params = jax.tree.map(to_host, eval_params(state))
     if group.is_first:
         written = Model(config.target, graph, params)
         if train.qat is not None:
@@ -391,7 +392,7 @@ def train_drafter_stage(
         tau = {
             scene: round(
                 simulated_accept_length(
-                    propose, target.params, state.params, scene_rows, mesh
+                    propose, target.params, eval_params(state), scene_rows, mesh
                 ),
                 3,
             )
@@ -401,7 +402,7 @@ def train_drafter_stage(
 
     state = loop.run(
         "drafter",
-        init_state(trained, optimizer, mesh),
+        init_state(trained, optimizer, mesh, has_ema=train.ema_decay > 0),
         step_fn,
         run_dir=run_dir,
         eval_fn=eval_fn,
@@ -409,7 +410,7 @@ def train_drafter_stage(
         tokens_per_step=train.batch_rows * train.row_len,
         group=group,
     )
-    return graph, state.params
+    return graph, eval_params(state)
 
 
 def export_stage(config: ExperimentConfig, run_dir: Path, trained) -> Path:
