@@ -19,9 +19,11 @@ from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import abstract
 from mimo_jax.models.target import Target
 from mimo_jax.plan.published import PublishedModel, read_config
+from mimo_jax.train.config import TrainConfig
 from mimo_jax.train.drafter_step import make_drafter_step
+from mimo_jax.train.optimizer import make_optimizer
 from mimo_jax.train.placement import ROWS, num_row_parts, param_shardings, state_shardings
-from mimo_jax.train.step import Batch, init_state, make_optimizer, make_target_step
+from mimo_jax.train.step import Batch, init_state, make_target_step
 
 
 def _engine(
@@ -128,8 +130,9 @@ def _experiment(config: str):
     return experiment
 
 
-def _train_state(params, optimizer, mesh: Mesh) -> Any:
-    state = jax.eval_shape(lambda p: init_state(p, optimizer), params)
+def _train_state(params, optimizer, options: TrainConfig, mesh: Mesh) -> Any:
+    has_ema = options.ema_decay > 0
+    state = jax.eval_shape(lambda p: init_state(p, optimizer, has_ema=has_ema), params)
     return _sharded(state, state_shardings(state, mesh))
 
 
@@ -142,7 +145,7 @@ def lower_target_step(mesh: Mesh, *, config: str) -> jax.stages.Lowered:
     )
     optimizer = make_optimizer(params, options, mesh)
     batch = _batch(mesh, options.batch_rows, experiment.corpus.row_len)
-    state = _train_state(params, optimizer, mesh)
+    state = _train_state(params, optimizer, options, mesh)
     return make_target_step(graph, optimizer, options, mesh).lower(state, batch)
 
 
@@ -161,7 +164,7 @@ def lower_drafter_step(mesh: Mesh, *, config: str) -> jax.stages.Lowered:
         target_graph, drafter_graph, optimizer, options, experiment.drafter, mesh
     )
     return step.lower(
-        _train_state(trained, optimizer, mesh),
+        _train_state(trained, optimizer, options, mesh),
         _sharded(target_params, param_shardings(target_params, mesh)),
         _batch(mesh, options.batch_rows, options.row_len),
         jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())),

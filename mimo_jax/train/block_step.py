@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -51,7 +50,7 @@ from mimo_jax.train.placement import (
     sum_over_devices,
     whole_over_data,
 )
-from mimo_jax.train.step import Batch, TrainState, run_target, sparse_layer
+from mimo_jax.train.step import Batch, TrainState, apply_gradients, run_target, sparse_layer
 
 
 class BlockForward(NamedTuple):
@@ -248,14 +247,12 @@ def make_block_step(
         # Without a signal there is no loss, and nothing to divide.
         share = 1.0 / jnp.where(sums.weight > 0, sums.weight, 1.0)
         (grads,) = cut_again(jax.tree.map(lambda g: g * share.astype(g.dtype), grads))
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics = {
-            "loss": sums.loss * share,
-            "grad_norm": optax.tree.norm(grads),
+        loss = sums.loss * share
+        state, metrics = apply_gradients(state, grads, loss, optimizer, config)
+        metrics |= {
             "expected_accept_length": sums.accept_len / jnp.maximum(sums.num_blocks, 1.0),
             "num_signals": sums.num_signals,
         }
-        return hold_state(TrainState(params, opt_state, state.step + 1), mesh), metrics
+        return hold_state(state, mesh), metrics
 
     return jax.jit(step, donate_argnums=0)

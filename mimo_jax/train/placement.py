@@ -103,7 +103,11 @@ def state_shardings(state, mesh: Mesh):
 
     opt_state = jax.tree_util.tree_map_with_path(of_leaf, state.opt_state)
     return dataclasses.replace(
-        state, params=params, opt_state=opt_state, step=NamedSharding(mesh, P())
+        state,
+        params=params,
+        opt_state=opt_state,
+        ema=None if state.ema is None else params,
+        **dict.fromkeys(("step", "num_bad", "num_skipped"), NamedSharding(mesh, P())),
     )
 
 

@@ -61,6 +61,7 @@ from mimo_jax.train.evaluate import (
     simulate,
 )
 from mimo_jax.train.near_ties import NEAR_TIE, smallest_margins, ties_last
+from mimo_jax.train.optimizer import make_optimizer
 from mimo_jax.train.pipeline import Batches, own_rows
 from mimo_jax.train.placement import param_shardings, place_params, whole_over_data
 from mimo_jax.train.provenance import record
@@ -69,8 +70,8 @@ from mimo_jax.train.row_files import dataset_hash, read_rows, write_rows
 from mimo_jax.train.step import (
     Batch,
     TrainState,
+    eval_params,
     init_state,
-    make_optimizer,
     make_target_eval,
     make_target_step,
     place_batch,
@@ -200,31 +201,32 @@ def train_target_stage(
         return step(state, place_batch(batches[step_number], mesh))
 
     def eval_fn(state: TrainState) -> dict:
-        losses = {}
+        params, losses = eval_params(state), {}
         for scene, scene_rows in heldout.items():
             total = count = 0.0
             for start in range(0, min(len(scene_rows.token_ids), 32), 8):
                 chunk = PackedRows(*(array[start : start + 8] for array in scene_rows))
                 if len(chunk.token_ids) < 8:
                     break
-                loss_sum, num = evaluate(state.params, place_batch(chunk, mesh))
+                loss_sum, num = evaluate(params, place_batch(chunk, mesh))
                 total, count = total + float(loss_sum), count + float(num)
             losses[scene] = round(total / max(count, 1), 4)
         return {"heldout_loss": losses}
 
     state = loop.run(
         "target",
-        init_state(params, optimizer, mesh),
+        init_state(params, optimizer, mesh, has_ema=train.ema_decay > 0),
         step_fn,
         run_dir=run_dir,
         eval_fn=eval_fn,
         batch_of=batch_of,
         has_tensorboard=has_tensorboard,
+        max_bad_steps=train.max_bad_steps,
         **run_settings(train, seed=config.seed, data_hash=dataset_hash(rows)),
         tokens_per_step=train.batch_rows * config.corpus.row_len,
         group=group,
     )
-    params = jax.tree.map(to_host, state.params)
+    params = jax.tree.map(to_host, eval_params(state))
     if group.is_first:
         written = Model(config.target, graph, params)
         if train.qat is not None:
@@ -405,28 +407,29 @@ def train_drafter_stage(
 
     def eval_fn(state: TrainState) -> dict:
         by_scene = {
-            scene: simulate(propose, target.params, state.params, scene_rows, mesh)
+            scene: simulate(propose, target.params, eval_params(state), scene_rows, mesh)
             for scene, scene_rows in heldout.items()
         }
         found = accept_figures("heldout", by_scene)
         if real is not None:
-            done = {scene: real(state.params, requests) for scene, requests in asked.items()}
+            done = {scene: real(eval_params(state), requests) for scene, requests in asked.items()}
             found |= accept_figures("real", done)
         return found
 
     state = loop.run(
         "drafter",
-        init_state(trained, optimizer, mesh),
+        init_state(trained, optimizer, mesh, has_ema=train.ema_decay > 0),
         step_fn,
         run_dir=run_dir,
         eval_fn=eval_fn,
         batch_of=batch_of,
         has_tensorboard=has_tensorboard,
+        max_bad_steps=train.max_bad_steps,
         **run_settings(train, seed=config.seed, data_hash=dataset_hash(rows)),
         tokens_per_step=train.batch_rows * train.row_len,
         group=group,
     )
-    return graph, state.params
+    return graph, eval_params(state)
 
 
 def export_stage(config: ExperimentConfig, run_dir: Path, trained) -> Path:

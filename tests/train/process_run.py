@@ -24,9 +24,10 @@ def train(run_dir: Path, num_steps: int, mesh, group, pause_s: float = 0.0):
     from mimo_jax.train import loop, recipe
     from mimo_jax.train.config import TargetTrainConfig
     from mimo_jax.train.data import pack_documents
+    from mimo_jax.train.optimizer import make_optimizer
     from mimo_jax.train.pipeline import Batches, own_rows
     from mimo_jax.train.placement import place_params
-    from mimo_jax.train.step import init_state, make_optimizer, make_target_step, place_batch
+    from mimo_jax.train.step import init_state, make_target_step, place_batch
 
     model = TargetConfig(
         vocab_size=52,
