@@ -61,7 +61,8 @@ def run_qat(arguments: Qat) -> int:
     from mimo_jax.bench import qat_bench as bench
     from mimo_jax.checkpoint.safetensors_reader import CheckpointError
     from mimo_jax.train.provenance import machine
-    from mimo_jax.train.recipe import load_float_target, read_rows
+    from mimo_jax.train.row_files import read_rows
+    from mimo_jax.train.start import load_float_target
 
     console = Console()
     texts = read_rows(arguments.text)

@@ -24,11 +24,11 @@ from mimo_jax.models.params import flatten, split, unflatten
 from mimo_jax.train.budget import Spent, Training, train_for_seconds
 from mimo_jax.train.config import DrafterTrainConfig
 from mimo_jax.train.data import PackedRows, batch_for_step
+from mimo_jax.train.drafter_run import balance_taps
 from mimo_jax.train.drafter_step import make_drafter_step
 from mimo_jax.train.eagle_step import make_eagle_step
 from mimo_jax.train.mtp_step import make_mtp_step
 from mimo_jax.train.optimizer import make_optimizer
-from mimo_jax.train.recipe import balance_taps
 from mimo_jax.train.step import Batch, eval_params, init_state, place_batch, run_target
 
 DFLASH, EAGLE, MTP = "dflash", "eagle3", "mtp"
