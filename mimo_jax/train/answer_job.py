@@ -213,7 +213,8 @@ def run_answer_job(options: AnswerOptions, llm: LLM | None = None) -> dict[str, 
       CheckpointError: If the checkpoint cannot be used.
       OSError: If the disk takes no more; the same command goes on when there is room.
     """
-    find_files(options.data)  # refused before anything is loaded
+    options.check()  # before anything is loaded
+    find_files(options.data)
     drafter_dir = None
     if options.drafter == AUTO:
         drafter_dir = find_drafter(options.model)

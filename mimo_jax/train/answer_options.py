@@ -58,7 +58,11 @@ class AnswerOptions:
     quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Show no bar."""
 
-    def __post_init__(self):
+    def check(self) -> None:
+        """Raises ConfigError, naming the flag and what is allowed.
+
+        Not at construction, where tyro would make a box of five lines of it.
+        """
         self.sampling()
         for name in ("samples", "batch_size", "limit"):
             value = getattr(self, name)

@@ -13,11 +13,12 @@ from pathlib import Path
 from absl import logging
 
 from mimo_jax.config import ConfigError, require
+from mimo_jax.train.answer_file import read_meta
 from mimo_jax.train.config import DataConfig
 from mimo_jax.train.conversations import Tally, TextFormat, documents
 from mimo_jax.train.data import PackedRows, pack
 from mimo_jax.train.row_files import dataset_hash, read_rows, write_rows
-from mimo_jax.train.sources import read_source
+from mimo_jax.train.sources import find_files, read_source
 
 
 def describe(tally: Tally) -> str:
@@ -39,6 +40,18 @@ def describe(tally: Tally) -> str:
     if tally.num_last_turn_only:
         line += f"; learned by their last turn alone: {tally.num_last_turn_only} conversations"
     return line
+
+
+def _check_thinking(config: DataConfig, name: str) -> None:
+    """Refuses answers that were made with another `thinking` than the run's."""
+    for file in find_files(config.sources[name]):
+        meta = read_meta(file)
+        thinking = config.thinking if meta is None else meta["settings"].get("thinking")
+        require(
+            thinking == config.thinking,
+            f"data.sources[{name!r}] {file} was made with thinking {thinking!r}, and the run is "
+            f"for {config.thinking!r}; a drafter learns one of them",
+        )
 
 
 def make_dataset(
@@ -69,6 +82,7 @@ def make_dataset(
     if not done.exists():
         tallies = {}
         for name, source in config.sources.items():
+            _check_thinking(config, name)
             tally = tallies[name] = Tally()
             found = documents(text_format, read_source(source), tally)
             rows = pack(
