@@ -16,13 +16,12 @@ from mimo_jax.decode.placement import Model
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.sampling import GREEDY, SAMPLED
 from mimo_jax.train.config import RegenerateConfig
-from mimo_jax.train.data import PackedRows, documents_of
+from mimo_jax.train.data import PackedRows, documents_of, prompt_of
 
 
 def prompts_of(rows: PackedRows) -> Iterator[list[int]]:
-    """Prompt ids of every document: its tokens that carry no loss."""
-    for token_ids, loss_mask in documents_of(rows):
-        yield [i for i, is_answer in zip(token_ids, loss_mask, strict=True) if not is_answer]
+    """Prompt ids of every document."""
+    return map(prompt_of, documents_of(rows))
 
 
 def regenerate(
