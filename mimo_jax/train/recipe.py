@@ -527,24 +527,3 @@ def run_recipe(
         export_stage(config, run_dir, trained)
         order_prompts_stage(config, run_dir)
     return run_dir / "export"
-
-
-def summary(config: ExperimentConfig) -> dict:
-    """What a run would do, without doing it: parameters, steps and tokens."""
-
-    def count(make_module) -> int:
-        _, params = abstract(make_module)
-        return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
-
-    target, drafter = config.target_train, config.drafter_train
-    return {
-        "name": config.name,
-        "mesh": dict(zip(TRAIN.mesh_axes, full_sizes(TRAIN, config.mesh), strict=True)),
-        "target_parameters": count(lambda: Target(config.target, rngs=nnx.Rngs(0))),
-        "drafter_parameters": count(lambda: Drafter(config.drafter, rngs=nnx.Rngs(0))),
-        "target_steps": target.num_steps,
-        "target_tokens": target.num_steps * target.batch_rows * config.corpus.row_len,
-        "regenerated_tokens": config.regenerate.num_tokens,
-        "drafter_steps": drafter.num_steps,
-        "drafter_blocks": drafter.num_steps * drafter.batch_rows * drafter.num_anchors,
-    }
