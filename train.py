@@ -37,7 +37,9 @@ class Arguments:
     mesh: str | None = None
     """Devices along data x expert x tensor (x sequence), as 2x2x2; instead of the config's own."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print parameter counts and steps, train nothing."""
+    """Build everything and print parameters, memory per device, steps and time; train nothing."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """With --dry-run: print JSON."""
     tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Write metrics for TensorBoard, too, to RUN_DIR/STAGE/tensorboard."""
     processes: tyro.conf.OmitArgPrefixes[ProcessFlags] = ProcessFlags()
@@ -61,10 +63,11 @@ def load_config(path: Path):
 def run(arguments: Arguments, group: ProcessGroup) -> None:
     """Trains, or says what would be trained."""
     from absl import logging
+    from rich.console import Console
 
     logging.set_verbosity(logging.WARNING)  # at INFO Orbax reports every save in ten lines
     from mimo_jax.sharding import parse_mesh
-    from mimo_jax.train import recipe
+    from mimo_jax.train import dry_run, recipe
     from mimo_jax.train.config import DistillConfig
     from mimo_jax.train.distill import run_distillation
 
@@ -72,7 +75,12 @@ def run(arguments: Arguments, group: ProcessGroup) -> None:
     if arguments.mesh is not None:
         config = dataclasses.replace(config, mesh=parse_mesh(arguments.mesh))
     if arguments.dry_run:
-        print(json.dumps(recipe.summary(config), indent=1))
+        dry_run.provide_devices(config)
+        found = dry_run.dry_run(config)
+        if arguments.json:
+            print(json.dumps(found, indent=1))
+        else:
+            Console().print(dry_run.table(found))
         return
     run_dir = arguments.run_dir or Path("runs") / config.name
     run_all = run_distillation if isinstance(config, DistillConfig) else recipe.run_recipe
@@ -93,7 +101,7 @@ def regenerate(options: AnswerOptions) -> int:
 
 
 def main() -> int:
-    from mimo_jax.config import ConfigError
+    from mimo_jax.config import ConfigError, require
     from mimo_jax.train.stopping import Stopped, raising_stop
 
     group = ALONE
@@ -102,6 +110,7 @@ def main() -> int:
             options = tyro.cli(AnswerOptions, prog="train.py regenerate", args=sys.argv[2:])
             return regenerate(options)
         arguments = tyro.cli(Arguments, description=__doc__)
+        require(arguments.dry_run or not arguments.json, "--json belongs to --dry-run")
         with raising_stop():
             if not arguments.dry_run:
                 group = open_group(arguments.processes, "train.py")  # before anything imports JAX

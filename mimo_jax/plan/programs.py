@@ -9,21 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mimo_jax.config import ConfigError
 from mimo_jax.decode.engine import PROMPT_CHUNK, Engine
 from mimo_jax.decode.placement import shapes_on_mesh
-from mimo_jax.models.drafter import Drafter
-from mimo_jax.models.params import abstract
-from mimo_jax.models.target import Target
 from mimo_jax.plan.published import PublishedModel, read_config
-from mimo_jax.train.config import TrainConfig
-from mimo_jax.train.drafter_step import make_drafter_step
-from mimo_jax.train.optimizer import make_optimizer
-from mimo_jax.train.placement import ROWS, num_row_parts, param_shardings, state_shardings
-from mimo_jax.train.step import Batch, init_state, make_target_step
+from mimo_jax.train import dry_run
 
 
 def _engine(
@@ -104,25 +96,6 @@ def lower_prefill(
     )
 
 
-def _sharded(shapes, shardings):
-    return jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        shapes,
-        shardings,
-    )
-
-
-def _batch(mesh: Mesh, rows: int, length: int) -> Batch:
-    cut = NamedSharding(mesh, PartitionSpec(ROWS))
-    rows += -rows % num_row_parts(mesh)
-
-    def array(dtype) -> Any:
-        return jax.ShapeDtypeStruct((rows, length), dtype, sharding=cut)
-
-    ids = array(jnp.int32)
-    return Batch(ids, ids, array(jnp.bool_), ids)
-
-
 def _experiment(config: str):
     experiment = read_config(config).experiment
     if experiment is None:
@@ -130,42 +103,11 @@ def _experiment(config: str):
     return experiment
 
 
-def _train_state(params, optimizer, options: TrainConfig, mesh: Mesh) -> Any:
-    has_ema = options.ema_decay > 0
-    state = jax.eval_shape(lambda p: init_state(p, optimizer, has_ema=has_ema), params)
-    return _sharded(state, state_shardings(state, mesh))
-
-
 def lower_target_step(mesh: Mesh, *, config: str) -> jax.stages.Lowered:
-    """A whole optimizer step of the target: forward, backward, Muon, balancing; float32."""
-    experiment = _experiment(config)
-    options = experiment.target_train
-    graph, params = abstract(
-        lambda: Target(experiment.target, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    )
-    optimizer = make_optimizer(params, options, mesh)
-    batch = _batch(mesh, options.batch_rows, experiment.corpus.row_len)
-    state = _train_state(params, optimizer, options, mesh)
-    return make_target_step(graph, optimizer, options, mesh).lower(state, batch)
+    """The target's train step of a config that describes a run."""
+    return dry_run.lower_target_step(_experiment(config), mesh)
 
 
 def lower_drafter_step(mesh: Mesh, *, config: str) -> jax.stages.Lowered:
-    """A whole optimizer step of the drafter, the frozen target's forward included; float32."""
-    experiment = _experiment(config)
-    options = experiment.drafter_train
-    make_target = lambda: Target(experiment.target, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    make_drafter = lambda: Drafter(experiment.drafter, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    target_graph, target_params = abstract(make_target)
-    drafter_graph, drafter_params = abstract(make_drafter)
-    mask = jax.ShapeDtypeStruct((experiment.drafter.hidden_size,), jnp.float32)
-    trained = {"drafter": drafter_params, "mask_embedding": mask}
-    optimizer = make_optimizer(trained, options, mesh)
-    step = make_drafter_step(
-        target_graph, drafter_graph, optimizer, options, experiment.drafter, mesh
-    )
-    return step.lower(
-        _train_state(trained, optimizer, options, mesh),
-        _sharded(target_params, param_shardings(target_params, mesh)),
-        _batch(mesh, options.batch_rows, options.row_len),
-        jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())),
-    )
+    """The drafter's, the frozen target's forward included."""
+    return dry_run.lower_drafter_step(_experiment(config), mesh)

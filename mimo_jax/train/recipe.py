@@ -27,7 +27,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import logging
 from flax import nnx
 from jax.sharding import Mesh
@@ -38,11 +37,10 @@ from mimo_jax.config import require
 from mimo_jax.decode.placement import Model
 from mimo_jax.decode.request import Request
 from mimo_jax.distributed import ALONE, ProcessGroup
-from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.packing import pack_experts
 from mimo_jax.models.params import abstract, flatten, split, unflatten
 from mimo_jax.models.target import Target
-from mimo_jax.sharding import TRAIN, connect, full_sizes, to_host
+from mimo_jax.sharding import connect, to_host
 from mimo_jax.text import bpe
 from mimo_jax.text.tokenizer import Tokenizer
 from mimo_jax.train import loop
@@ -333,24 +331,3 @@ def run_recipe(
         export_stage(config, run_dir, trained)
         order_prompts_stage(config, run_dir)
     return run_dir / "export"
-
-
-def summary(config: ExperimentConfig) -> dict:
-    """What a run would do, without doing it: parameters, steps and tokens."""
-
-    def count(make_module) -> int:
-        _, params = abstract(make_module)
-        return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
-
-    target, drafter = config.target_train, config.drafter_train
-    return {
-        "name": config.name,
-        "mesh": dict(zip(TRAIN.mesh_axes, full_sizes(TRAIN, config.mesh), strict=True)),
-        "target_parameters": count(lambda: Target(config.target, rngs=nnx.Rngs(0))),
-        "drafter_parameters": count(lambda: Drafter(config.drafter, rngs=nnx.Rngs(0))),
-        "target_steps": target.num_steps,
-        "target_tokens": target.num_steps * target.batch_rows * config.corpus.row_len,
-        "regenerated_tokens": config.regenerate.num_tokens,
-        "drafter_steps": drafter.num_steps,
-        "drafter_blocks": drafter.num_steps * drafter.batch_rows * drafter.num_anchors,
-    }

@@ -77,12 +77,17 @@ def main(run_dir: str, num_steps: str, pause_s: str, *flags: str) -> int:
     import jax
 
     from mimo_jax.sharding import TRAIN, connect, make_mesh
+    from mimo_jax.train.stopping import Stopped, raising_stop
 
     try:
         mesh = make_mesh(TRAIN, (jax.device_count(), 1, 1))
         connect(mesh, group)
-        train(Path(run_dir), int(num_steps), mesh, group, float(pause_s))
+        with raising_stop():
+            train(Path(run_dir), int(num_steps), mesh, group, float(pause_s))
         return group.close()
+    except Stopped as stopped:
+        print(f"process_run: {stopped}", file=sys.stderr)
+        return group.close() if stopped.is_agreed else 130
     except group.losses() as error:
         group.abandon(f"process_run: {group.explain(error)}", 2)
         raise

@@ -133,23 +133,25 @@ def test_killed_ten_times(tmp_path):
 
 @pytest.mark.slow
 def test_the_recipe_killed_stopped_and_finished(tmp_path):
-    """train.py: one SIGKILL in each training, a SIGTERM in one, against a run left alone."""
+    """train.py: a SIGKILL in a save of each training, a SIGTERM between, against one left alone."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     command = ["train.py", "--config", "tests/train/smallest_run.py", "--run-dir"]
     ((code, _, stderr),) = groups.run([*command, str(straight)], 1)
     assert code == 0, stderr
     command = [*command, str(killed)]
-    for stage in ("target", "drafter"):
-        with groups.started(command, 1) as (process,):
-            assert kill_when(process, lambda stage=stage: is_saving(killed / stage))
     with groups.started(command, 1) as (process,):
-        groups.wait_for(lambda: (killed / "drafter").exists() or process.poll() is not None)
+        assert kill_when(process, lambda: is_saving(killed / "target"))
+    with groups.started(command, 1) as (process,):  # the stage's first step compiles for seconds
+        begun = killed / "drafter" / "metrics.jsonl"
+        groups.wait_for(lambda: begun.exists() or process.poll() is not None)
         process.send_signal(signal.SIGTERM)
         ((code, _, stderr),) = groups.results([process])
     assert code == 0, stderr
     last = stderr.strip().splitlines()[-1]
-    assert last.startswith("train.py: ")
-    assert last.endswith("; the same command goes on")
+    assert last.startswith("train.py: drafter: stopped by SIGTERM after step ")
+    assert last.endswith(" of 4, which is saved; the same command goes on")
+    with groups.started(command, 1) as (process,):
+        assert kill_when(process, lambda: is_saving(killed / "drafter"))
     ((code, out, stderr),) = groups.run(command, 1)
     assert code == 0, stderr
     assert out == f"exported to {killed / 'export'}\n"

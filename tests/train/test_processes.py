@@ -87,6 +87,21 @@ def test_four_processes_train_like_one_also_when_killed(tmp_path, victim):
     killed_resumed_and_compared(tmp_path, count=4, victim=victim)
 
 
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_both_in_order(tmp_path):
+    """Agreed on at the next step whose metrics are read: every tenth."""
+    command = ["tests/train/process_run.py", str(tmp_path), "40", "0.3"]
+    stored = lambda: (tmp_path / "target" / "checkpoints" / "2" / "files.json").exists()
+    with groups.started(command, 2) as processes:
+        groups.wait_for(stored)
+        processes[1].send_signal(signal.SIGTERM)
+        for code, _, stderr in groups.results(processes, limit_s=120):
+            assert code == 0, stderr
+            line = "process_run: target: stopped by SIGTERM after step 10 of 40, which is saved"
+            assert last_line(stderr) == line
+    assert max(CheckpointStore(tmp_path / "target" / "checkpoints").steps()) == 10
+
+
 LATE = """
 import sys, time
 from mimo_jax.distributed import ProcessFlags, open_group
