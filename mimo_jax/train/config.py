@@ -140,7 +140,7 @@ class DrafterTrainConfig(TrainConfig):
     row_len: int = 256
     num_anchors: int = 32
     objective: ObjectiveConfig = ObjectiveConfig()
-    block_chunk: int | None = 128
+    block_chunk: int | None = 64
     adamw_lr: float = 2e-3
     eval_every: int = 1000
     save_every: int = 500
