@@ -30,9 +30,9 @@ from mimo_jax.models.mtp import MtpConfig, MtpDrafter, chain_first_head
 from mimo_jax.models.params import flatten, split
 from mimo_jax.models.target import Target
 from mimo_jax.sharding import DECODE, make_mesh
-from mimo_jax.train.data import pack_documents
 from mimo_jax.train.block_rows import DraftBlocks
 from mimo_jax.train.block_step import block_logits
+from mimo_jax.train.data import pack_documents
 from mimo_jax.train.eagle_step import eagle_forward
 from mimo_jax.train.mtp_step import mtp_forward
 from mimo_jax.train.step import Batch
