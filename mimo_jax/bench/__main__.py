@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "decode": (options.Decode, commands.run_decode),
     "drafters": (options.Drafters, commands.run_drafters),
     "lossless": (options.Lossless, commands.run_lossless),
+    "train": (options.Train, commands.run_train),
     "prefix": (options.Prefix, commands.run_prefix),
     "context": (options.Context, commands.run_context),
     "qat": (options.Qat, commands.run_qat),

@@ -84,6 +84,29 @@ class Lossless:
 
 
 @dataclasses.dataclass(frozen=True)
+class Train:
+    """Signals per second and memory of the drafter's loss against one dense mask, and a long row.
+
+    Takes about 5 minutes on 2 quiet cores and 8 GB of memory, for the dense mask.
+    """
+
+    checkpoint: Path = Path("assets/mimo-nano")
+    """Checkpoint directory with a drafter in dflash/."""
+    row_len: int = 4096
+    """Tokens of the row that both forms get."""
+    anchors: int = 512
+    """Draft blocks in it."""
+    long_row_len: int = 32768
+    """Tokens of the long row; a multiple of 1,024."""
+    long_anchors: int = 2944
+    """Draft blocks in it."""
+    rounds: int = 5
+    """Calls of each form."""
+    json: Path | None = Path("out/bench/train.json")
+    """Where the figures are written."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Prefix:
     """Time to the first token and of a job whose prompts share a system prompt, read once or not.
 
