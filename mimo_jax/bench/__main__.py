@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "prefix": (options.Prefix, commands.run_prefix),
     "context": (options.Context, commands.run_context),
     "qat": (options.Qat, commands.run_qat),
+    "optimizers": (options.Optimizers, commands.run_optimizers),
     "load": (options.Load, commands.run_load),
     "moe": (options.Moe, commands.run_moe),
     "fp8": (options.Fp8, commands.run_fp8),

@@ -15,6 +15,7 @@ from mimo_jax.bench.options import (
     Load,
     Lossless,
     Moe,
+    Optimizers,
     Prefix,
     Qat,
     Train,
@@ -88,6 +89,50 @@ def run_qat(arguments: Qat) -> int:
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         results = {"machine": machine(), "rule": arguments.rule, "scenes": rows}
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+def run_optimizers(arguments: Optimizers) -> int:
+    """Trains with every rate, prints curves and the count of steps, writes the JSON."""
+    from mimo_jax.bench import optimizers_bench as bench
+    from mimo_jax.checkpoint.hf_target import open_target
+    from mimo_jax.checkpoint.safetensors_reader import CheckpointError
+    from mimo_jax.text.tokenizer import Tokenizer
+    from mimo_jax.train.muon import ADAMW, MUON
+    from mimo_jax.train.provenance import machine
+
+    console = Console()
+    try:
+        packed, _ = open_target(arguments.checkpoint)
+        tokenizer = Tokenizer.from_file(arguments.checkpoint)
+    except (CheckpointError, OSError, ValueError) as error:
+        console.print(f"bench: {error}", markup=False)
+        return 2
+    moe = None if packed.moe is None else dataclasses.replace(packed.moe, is_mxfp4=False)
+    text = bench.read_text(tokenizer, bench.CHARS, arguments.row_len)
+    runs = bench.measure(
+        dataclasses.replace(packed, moe=moe),
+        text,
+        {ADAMW: arguments.adamw_rates, MUON: arguments.muon_rates},
+        num_steps=arguments.steps,
+        batch_rows=arguments.batch_rows,
+        eval_every=arguments.eval_every,
+    )
+    rows = {
+        f"{name} {run.rate:g}": {f"step {step}": loss for step, loss in run.losses.items()}
+        for name, of_rate in runs.items()
+        for run in of_rate
+    }
+    last = list(next(iter(rows.values())))
+    fifths = [last[max(len(last) * k // 5, 1) - 1] for k in range(1, 6)]
+    shown = dict.fromkeys(fifths, ".3f")
+    console.print(_table("Held-out loss, nats per token", rows, shown, of="optimizer, rate"))
+    summary = bench.compare(runs)
+    console.print(json.dumps(summary, indent=1), markup=False)
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        results = {"machine": machine(), "summary": summary, "losses": rows}
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 

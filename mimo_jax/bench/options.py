@@ -223,3 +223,29 @@ class Fp8:
     """Calls of each form."""
     json: Path | None = None
     """Also write the figures here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizers:
+    """Steps that Muon needs to come to AdamW's held-out loss.
+
+    An untrained target shaped as the embedded one, each optimizer with each of its rates, from the
+    same weights on the same batches. Takes about 8 minutes of one CPU core.
+    """
+
+    checkpoint: Path = Path("assets/mimo-nano")
+    """Gives the architecture and the tokenizer; its weights are not used."""
+    steps: int = 120
+    """Of each run."""
+    batch_rows: int = 8
+    """Rows per step."""
+    row_len: int = 128
+    """Tokens per row."""
+    eval_every: int = 6
+    """Steps between evaluations of held-out loss."""
+    adamw_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
+    """Peak rates of AdamW, for all weights."""
+    muon_rates: tuple[float, ...] = (4e-3, 1.2e-2, 4e-2)
+    """Peak rates of Muon, for matrices; the rest has AdamW's middle rate."""
+    json: Path | None = Path("out/bench/optimizers.json")
+    """Where the figures are written."""

@@ -43,6 +43,7 @@ from mimo_jax.train.evaluate import (
 from mimo_jax.train.optimizer import make_optimizer
 from mimo_jax.train.pipeline import Batches, own_rows
 from mimo_jax.train.placement import place_params, whole_over_data
+from mimo_jax.train.row_checks import check_rows
 from mimo_jax.train.row_files import dataset_hash
 from mimo_jax.train.step import (
     Batch,
@@ -225,6 +226,8 @@ def train_drafter(
     Returns:
       {"drafter": params, "mask_embedding": [d]}.
     """
+    for scene, rows in text.train.items():
+        check_rows(scene, rows, target.config.vocab_size)
     mesh, dispatch = runtime.mesh, runtime.dispatch
     graph, _ = split(Drafter(model, rngs=nnx.Rngs(0)))
     trained = start or fresh_drafter(model, target, text.train, train, seed + 1, runtime)
