@@ -25,8 +25,9 @@ from mimo_jax.train.block_step import block_sums_and_gradient
 from mimo_jax.train.config import DrafterTrainConfig
 from mimo_jax.train.drafter_step import drafter_forward, make_drafter_step
 from mimo_jax.train.objectives import ObjectiveConfig
-from mimo_jax.train.recipe import load_float_target
-from mimo_jax.train.step import Batch, init_state, make_optimizer
+from mimo_jax.train.optimizer import make_optimizer
+from mimo_jax.train.start import load_float_target
+from mimo_jax.train.step import Batch, init_state
 
 OURS, DENSE = "ours", "dense mask"
 OBJECTIVE = ObjectiveConfig()
@@ -42,6 +43,12 @@ class Pair(NamedTuple):
     target: Model
     drafter: Model
     trained: Any
+
+
+def _scratch_mb(program) -> float:
+    """Scratch memory of a compiled program."""
+    memory: Any = program.memory_analysis()
+    return memory.temp_size_in_bytes / _MB
 
 
 def load_pair(checkpoint: Path) -> Pair:
@@ -122,7 +129,7 @@ def time_losses(
         norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
         found[name] = {
             "signals": int(signals),
-            "temp_mb": program.memory_analysis().temp_size_in_bytes / _MB,
+            "temp_mb": _scratch_mb(program),
             "loss": float(loss),
             "grad_norm": float(norm),
         }
@@ -169,7 +176,7 @@ def long_step(pair: Pair, row_len: int, num_anchors: int, block_chunk: int | Non
     seconds = measure(run, num_runs=1, num_warmup=1).median_s
     return {
         "signals": int(metrics["num_signals"]),
-        "temp_mb": program.memory_analysis().temp_size_in_bytes / _MB,
+        "temp_mb": _scratch_mb(program),
         "seconds": seconds,
         "loss": float(metrics["loss"]),
     }

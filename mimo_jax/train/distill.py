@@ -17,7 +17,6 @@ others wait; all of them train.
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import shutil
@@ -167,7 +166,8 @@ def measure(
         stats = AcceptStats()
         for _, output in run_jobs(engine, jobs, llm.tokenizer):
             stats += output.stats
-        reached = itertools.takewhile(lambda a: a is not None, stats.per_position_acceptance)
+        # Slots that no step came to have no acceptance.
+        reached = (a for a in stats.per_position_acceptance if a is not None)
         found.append(Measured(scene, temperature, len(ids), stats.tau or 0.0, tuple(reached)))
     return found
 
