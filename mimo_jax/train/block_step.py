@@ -187,6 +187,38 @@ def block_logits(
     return on_own(own, mesh, (P(ROWS), cut, BLOCK_SPECS), P(BLOCKS))(batch, features, blocks)
 
 
+def read_target(
+    target,
+    batch: Batch,
+    objective: ObjectiveConfig,
+    model: DraftConfig,
+    mesh: Mesh | None = None,
+    dispatch: str = PADDED,
+):
+    """What a step needs of the frozen target: taps, and the last layer's states if it is a teacher.
+
+    Args:
+      target: Merged.
+      batch: Rows.
+      objective: Says whether its distribution is taught.
+      model: Says which layers are tapped.
+      mesh: Where rows lie, inside a jitted function.
+      dispatch: How tokens travel to experts.
+
+    Returns:
+      Float [b, s, context_width (+ d)].
+    """
+    last_layer = (target.config.num_layers - 1,) if objective.needs_target else ()
+    out = run_target(
+        target,
+        batch,
+        mesh,
+        tap_layer_ids=(*model.target_layer_ids, *last_layer),
+        run_sparse=sparse_layer(mesh, None, dispatch),
+    )
+    return out.context_features
+
+
 def make_block_step(
     target_graph,
     forward: BlockForward,
@@ -208,27 +240,22 @@ def make_block_step(
       dispatch: How tokens travel to experts.
 
     Returns:
-      step(state, target_params, batch, seed) -> (state, metrics); donates the state. Anchors are
-      drawn from (seed, step). A batch without a valid anchor has loss 0, gradient 0 and
-      "num_signals" 0.
+      step(state, target_params, batch, seed, kept=None) -> (state, metrics); donates the state.
+      Anchors are drawn from (seed, step). A batch without a valid anchor has loss 0, gradient 0 and
+      "num_signals" 0. `kept` is what `read_target` gave for these rows, on one device.
 
     Raises:
       ConfigError: At the first step, if the drafter was made for another target.
     """
     objective, m1 = config.objective, model.draft_block_len
 
-    def step(state: TrainState, target_params, batch: Batch, seed):
+    def step(state: TrainState, target_params, batch: Batch, seed, kept=None):
         target = nnx.merge(target_graph, whole_over_data(target_params, mesh))
         model.check_fits(target.config)
-        last_layer = (target.config.num_layers - 1,) if objective.needs_target else ()
-        out = run_target(
-            target,
-            batch,
-            mesh,
-            tap_layer_ids=(*model.target_layer_ids, *last_layer),
-            run_sparse=sparse_layer(mesh, None, dispatch),
-        )
-        features, states = jnp.split(out.context_features, [model.context_width], axis=-1)
+        if kept is None:
+            kept = read_target(target, batch, objective, model, mesh, dispatch)
+        kept = kept.astype(jnp.float32)
+        features, states = jnp.split(kept, [model.context_width], axis=-1)
         blocks = draw_blocks(seed, state.step, batch, config.num_anchors, m1, mesh)
         window = forward.window(batch.token_ids.shape[1])
 

@@ -217,6 +217,8 @@ class DrafterTrainConfig(TrainConfig):
         whatever num_anchors is; None: all at once. 64 of the nano's (512 slots) stay in the cache
         and take 7% less time than 128 at once, 26% less than 512. In rows of 32,768 tokens take
         256: each chunk costs an addition over the row's context (8% of the time with 64).
+      keeps_features: The target reads all rows once, before the first step, and what a step needs
+        of it stays in host memory in bfloat16 (see `train/features.py`); on one device.
     """
 
     num_steps: int = 10_000
@@ -225,6 +227,7 @@ class DrafterTrainConfig(TrainConfig):
     num_anchors: int = 32
     objective: ObjectiveConfig = ObjectiveConfig()
     block_chunk: int | None = 64
+    keeps_features: bool = False
     adamw_lr: float = 2e-3
     eval_every: int = 1000
     save_every: int = 500

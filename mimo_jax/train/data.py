@@ -231,6 +231,47 @@ def _epoch_permutation(seed: int, scene: str, epoch: int, num_rows: int) -> np.n
     return rng.permutation(num_rows)
 
 
+def picks_for_step(
+    num_rows_by_scene: Mapping[str, int],
+    mix: Mapping[str, int | float],
+    batch_rows: int,
+    seed: int,
+    step: int,
+) -> list[tuple[str, int]]:
+    """Which rows make up the batch of a step, in its order: (scene, row) of each.
+
+    Args:
+      num_rows_by_scene: Rows that each scene has.
+      mix: See `batch_for_step`.
+      batch_rows: See there.
+      seed: See there.
+      step: See there.
+
+    Raises:
+      ValueError: If mix names a scene that is missing or has no rows.
+    """
+    scenes = sorted(mix)
+    for scene in scenes:
+        if mix[scene] > 0 and not num_rows_by_scene.get(scene):
+            known = list(num_rows_by_scene)
+            raise ValueError(f"mix names scene {scene!r}, which has no rows: {known}")
+    shares = [mix[scene] for scene in scenes]
+    before = scene_counts(shares, step * batch_rows)
+    after = scene_counts(shares, (step + 1) * batch_rows)
+    draws = [
+        (scene, draw)
+        for scene, first, last in zip(scenes, before, after, strict=True)
+        for draw in range(first, last)
+    ]
+    picks = []
+    for place in np.random.default_rng([seed, step]).permutation(batch_rows):
+        scene, draw = draws[place]
+        num_rows = num_rows_by_scene[scene]
+        epoch, number = divmod(draw, num_rows)
+        picks.append((scene, int(_epoch_permutation(seed, scene, epoch, num_rows)[number])))
+    return picks
+
+
 def batch_for_step(
     rows_by_scene: Mapping[str, PackedRows],
     mix: Mapping[str, int | float],
@@ -261,26 +302,12 @@ def batch_for_step(
 
     Example: mix {"math": 3, "chat": 1}, batch_rows 4 -> 3 math rows and 1 chat row at every step.
     """
-    scenes = sorted(mix)
-    for scene in scenes:
-        if mix[scene] > 0 and (scene not in rows_by_scene or not len(rows_by_scene[scene][0])):
-            raise ValueError(f"mix names scene {scene!r}, which has no rows: {list(rows_by_scene)}")
-    shares = [mix[scene] for scene in scenes]
-    before = scene_counts(shares, step * batch_rows)
-    after = scene_counts(shares, (step + 1) * batch_rows)
-    picks = [
-        (scene, draw)
-        for scene, first, last in zip(scenes, before, after, strict=True)
-        for draw in range(first, last)
-    ]
-    order = np.random.default_rng([seed, step]).permutation(batch_rows)
+    counts = {scene: len(rows.token_ids) for scene, rows in rows_by_scene.items()}
+    picks = picks_for_step(counts, mix, batch_rows, seed, step)
     row_len = rows_by_scene[picks[0][0]].token_ids.shape[1]
     batch = empty_rows(batch_rows, row_len, pad_id=0)
     for row in range(batch_rows) if own_rows is None else own_rows:
-        scene, draw = picks[order[row]]
-        rows = rows_by_scene[scene]
-        epoch, number = divmod(draw, len(rows.token_ids))
-        source = _epoch_permutation(seed, scene, epoch, len(rows.token_ids))[number]
-        for to, array in zip(batch, rows, strict=True):
+        scene, source = picks[row]
+        for to, array in zip(batch, rows_by_scene[scene], strict=True):
             to[row] = array[source]
     return batch

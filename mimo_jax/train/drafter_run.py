@@ -32,7 +32,7 @@ from mimo_jax.models.params import flatten, split, unflatten
 from mimo_jax.sharding import to_host
 from mimo_jax.train import loop
 from mimo_jax.train.config import DrafterTrainConfig, TrainConfig
-from mimo_jax.train.data import Document, PackedRows, batch_for_step, pack
+from mimo_jax.train.data import Document, PackedRows, batch_for_step, pack, picks_for_step
 from mimo_jax.train.drafter_step import make_drafter_step
 from mimo_jax.train.evaluate import (
     known_requests,
@@ -40,6 +40,7 @@ from mimo_jax.train.evaluate import (
     make_real_accept_length,
     simulate,
 )
+from mimo_jax.train.features import features_of, keep_features
 from mimo_jax.train.optimizer import make_optimizer
 from mimo_jax.train.pipeline import Batches, own_rows
 from mimo_jax.train.placement import place_params, whole_over_data
@@ -238,8 +239,20 @@ def train_drafter(
     own = own_rows(mesh, train.batch_rows)
     batches = Batches(text.train, train.mix, train.batch_rows, seed, own_rows=own)
 
+    require(
+        not train.keeps_features or mesh is None,
+        "drafter_train.keeps_features works on one device; a mesh computes them anew each step",
+    )
+    counts = {scene: len(rows.token_ids) for scene, rows in text.train.items()}
+    picks_of = functools.partial(picks_for_step, counts, train.mix, train.batch_rows, seed)
+    kept = {}
+    if train.keeps_features:
+        kept = keep_features(target, text.train, train.objective, model)
+
     def step_fn(state: TrainState, step_number: int):
-        return step(state, target.params, place_batch(batches[step_number], mesh), seed)
+        batch = place_batch(batches[step_number], mesh)
+        features = features_of(kept, picks_of(step_number)) if kept else None
+        return step(state, target.params, batch, seed, features)
 
     asked = {scene: known_requests(some, REAL_PROMPTS) for scene, some in text.heldout.items()}
     real = None  # decoding, as training does not, wants a model in one memory
