@@ -36,6 +36,12 @@ LONG_BLOCK_CHUNK = 256
 _MB = 1e6
 
 
+def _temp_mb(program: jax.stages.Compiled) -> float:
+    memory = program.memory_analysis()
+    assert memory is not None, "this backend does not say what memory a program needs"
+    return memory.temp_size_in_bytes / _MB
+
+
 class Pair(NamedTuple):
     """A target, a drafter without a mask vector of its own, and what is trained."""
 
@@ -122,7 +128,7 @@ def time_losses(
         norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
         found[name] = {
             "signals": int(signals),
-            "temp_mb": program.memory_analysis().temp_size_in_bytes / _MB,
+            "temp_mb": _temp_mb(program),
             "loss": float(loss),
             "grad_norm": float(norm),
         }
@@ -169,7 +175,7 @@ def long_step(pair: Pair, row_len: int, num_anchors: int, block_chunk: int | Non
     seconds = measure(run, num_runs=1, num_warmup=1).median_s
     return {
         "signals": int(metrics["num_signals"]),
-        "temp_mb": program.memory_analysis().temp_size_in_bytes / _MB,
+        "temp_mb": _temp_mb(program),
         "seconds": seconds,
         "loss": float(metrics["loss"]),
     }
