@@ -37,18 +37,18 @@ LONG_BLOCK_CHUNK = 256
 _MB = 1e6
 
 
+def _temp_mb(program: jax.stages.Compiled) -> float:
+    memory = program.memory_analysis()
+    assert memory is not None, "this backend does not say what memory a program needs"
+    return memory.temp_size_in_bytes / _MB
+
+
 class Pair(NamedTuple):
     """A target, a drafter without a mask vector of its own, and what is trained."""
 
     target: Model
     drafter: Model
     trained: Any
-
-
-def _scratch_mb(program) -> float:
-    """Scratch memory of a compiled program."""
-    memory: Any = program.memory_analysis()
-    return memory.temp_size_in_bytes / _MB
 
 
 def load_pair(checkpoint: Path) -> Pair:
@@ -129,7 +129,7 @@ def time_losses(
         norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
         found[name] = {
             "signals": int(signals),
-            "temp_mb": _scratch_mb(program),
+            "temp_mb": _temp_mb(program),
             "loss": float(loss),
             "grad_norm": float(norm),
         }
@@ -176,7 +176,7 @@ def long_step(pair: Pair, row_len: int, num_anchors: int, block_chunk: int | Non
     seconds = measure(run, num_runs=1, num_warmup=1).median_s
     return {
         "signals": int(metrics["num_signals"]),
-        "temp_mb": _scratch_mb(program),
+        "temp_mb": _temp_mb(program),
         "seconds": seconds,
         "loss": float(metrics["loss"]),
     }

@@ -39,7 +39,12 @@ def test_a_baseline_learns_a_text_by_heart(target, tmp_path, monkeypatch, kind, 
     documents = [([4], list(range(5 + i, 29 + i))) for i in range(4)]
     rows = {"math": pack_documents(documents, 50, pad_id=0, seed=0)}
     settings = DrafterTrainConfig(
-        batch_rows=2, row_len=50, num_anchors=16, mix={"math": 1.0}, warmup_steps=4
+        batch_rows=2,
+        row_len=50,
+        num_anchors=16,
+        block_chunk=8,
+        mix={"math": 1.0},
+        warmup_steps=4,
     )
     monkeypatch.setattr(baselines, "train_config", lambda kind, scenes: settings)
     monkeypatch.setattr(budget, "step_cost", lambda training: 0.1)
