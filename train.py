@@ -4,6 +4,8 @@
     python train.py --config configs/nano.py --run-dir runs/second --dry-run
     python train.py --config configs/nano.py --mesh 2x2x2
     srun --ntasks 8 python train.py --config configs/nano.py      # eight processes, one run
+    python train.py regenerate --model DIR --data prompts.jsonl --out answers.jsonl
+    python train.py regenerate --help
 
 A run that was stopped goes on where it was when the same command is given again. SIGTERM and Ctrl-C
 end it after the step at hand, once that is saved, with exit code 0.
@@ -12,6 +14,7 @@ end it after the step at hand, once that is saved, with exit code 0.
 import dataclasses
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +22,8 @@ from typing import Annotated
 import tyro
 
 from mimo_jax.distributed import ALONE, ProcessFlags, ProcessGroup, open_group
+from mimo_jax.gpu_flags import has_gpu_plugin, set_gpu_flags
+from mimo_jax.train.answer_options import AnswerOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +86,27 @@ def run(arguments: Arguments, group: ProcessGroup) -> None:
         print(f"exported to {out}")
 
 
+def regenerate(options: AnswerOptions) -> int:
+    """Lets the target answer prompts and prints a summary; exit code 1 if an answer broke off."""
+    if has_gpu_plugin():
+        set_gpu_flags(os.environ)
+    from mimo_jax.train.answer_job import run_answer_job
+
+    summary = run_answer_job(options)
+    print(json.dumps(summary, indent=1))
+    return int("error" in summary.get("finish_reasons", ()))
+
+
 def main() -> int:
-    arguments = tyro.cli(Arguments, description=__doc__)
     from mimo_jax.config import ConfigError, require
     from mimo_jax.train.stopping import Stopped, raising_stop
 
     group = ALONE
     try:
+        if sys.argv[1:2] == ["regenerate"]:
+            options = tyro.cli(AnswerOptions, prog="train.py regenerate", args=sys.argv[2:])
+            return regenerate(options)
+        arguments = tyro.cli(Arguments, description=__doc__)
         require(arguments.dry_run or not arguments.json, "--json belongs to --dry-run")
         with raising_stop():
             if not arguments.dry_run:
@@ -103,7 +122,7 @@ def main() -> int:
             print(line, file=sys.stderr)
             return group.close()
     except KeyboardInterrupt:
-        line, code = "train.py: stopped; the same command goes on from the newest checkpoint", 130
+        line, code = "train.py: stopped; the same command goes on where it was", 130
     group.abandon(line, code)
     print(line, file=sys.stderr)
     return code

@@ -8,6 +8,7 @@ Trap: OpenAI-style tool calls carry their arguments as a JSON *string*, template
 
 import copy
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,8 +70,7 @@ def render_chat(
         raise ValueError("messages is empty: at least one message is needed")
     prepared = [_prepared_message(i, message) for i, message in enumerate(messages)]
     try:
-        compiled = _environment().from_string(template)
-        return compiled.render(
+        return _compiled(template).render(
             messages=prepared,
             tools=list(tools) if tools else None,
             add_generation_prompt=add_generation_prompt,
@@ -133,6 +133,11 @@ def _prepared_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
                     f"messages[{index}]: tool call arguments are not JSON: {error}"
                 ) from error
     return prepared
+
+
+@functools.lru_cache(maxsize=8)  # compiling takes 25 ms, rendering a tenth of one
+def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
 
 
 def _environment() -> jinja2.Environment:

@@ -27,8 +27,9 @@ from mimo_jax.train.data import PackedRows, batch_for_step
 from mimo_jax.train.drafter_step import make_drafter_step
 from mimo_jax.train.eagle_step import make_eagle_step
 from mimo_jax.train.mtp_step import make_mtp_step
+from mimo_jax.train.optimizer import make_optimizer
 from mimo_jax.train.recipe import balance_taps
-from mimo_jax.train.step import Batch, init_state, make_optimizer, place_batch, run_target
+from mimo_jax.train.step import Batch, eval_params, init_state, place_batch, run_target
 
 DFLASH, EAGLE, MTP = "dflash", "eagle3", "mtp"
 KINDS = (DFLASH, EAGLE, MTP)
@@ -137,11 +138,14 @@ def train_baseline(
             batch = batch_for_step(rows, config.mix, config.batch_rows, seed, number)
             return step(state, target.params, place_batch(batch), np.int32(seed))
 
-        return Training(init_state(jax.tree.map(jnp.copy, trained), optimizer), step_fn)
+        has_ema = config.ema_decay > 0
+        copied = jax.tree.map(jnp.copy, trained)
+        return Training(init_state(copied, optimizer, has_ema=has_ema), step_fn)
 
     state, spent = train_for_seconds(kind, make, train, seconds, run_dir)
-    params = state.params["drafter"]
+    found = eval_params(state)
+    params = found["drafter"]
     if kind == DFLASH:
-        flat = flatten(params) | {"mask_embedding": state.params["mask_embedding"]}
+        flat = flatten(params) | {"mask_embedding": found["mask_embedding"]}
         params = unflatten(params, flat)
     return Model(drafter.config, drafter.graph, params), spent

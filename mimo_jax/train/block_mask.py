@@ -189,9 +189,28 @@ def with_left_halo(
       (2, 3, 4, 5, 6).
     """
     s = features.shape[1]
-    if halo_len > s:
-        raise ValueError(f"a halo of {halo_len} positions reaches past a stretch of {s}")
+    _check_halo(halo_len, s)
     num_devices = jax.lax.axis_size(mesh_axis)
     to_the_right = [(i, i + 1) for i in range(num_devices - 1)]
     halo = jax.lax.ppermute(features[:, s - halo_len :], mesh_axis, to_the_right)
     return jnp.concatenate([halo, features], axis=1)
+
+
+def with_right_halo(
+    states: Float[Array, "b s d"], halo_len: int, mesh_axis: str
+) -> Float[Array, "b s_and_halo d"]:
+    """As `with_left_halo`, with the start of the stretch to its right behind.
+
+    Example: two devices with (1, 2, 3) and (4, 5, 6), halo_len 2 -> (1, 2, 3, 4, 5) and
+      (4, 5, 6, 0, 0).
+    """
+    _check_halo(halo_len, states.shape[1])
+    num_devices = jax.lax.axis_size(mesh_axis)
+    to_the_left = [(i + 1, i) for i in range(num_devices - 1)]
+    halo = jax.lax.ppermute(states[:, :halo_len], mesh_axis, to_the_left)
+    return jnp.concatenate([states, halo], axis=1)
+
+
+def _check_halo(halo_len: int, s: int) -> None:
+    if halo_len > s:
+        raise ValueError(f"a halo of {halo_len} positions reaches past a stretch of {s}")

@@ -1,12 +1,19 @@
 """Frozen dataclasses that describe a training run; the one home of their defaults."""
 
 import dataclasses
+import math
+from collections.abc import Callable
 
 from mimo_jax.config import DrafterConfig, TargetConfig, require
 from mimo_jax.layers.dispatch import DISPATCHES, PADDED
 from mimo_jax.quant.mxfp4 import EVEN, check_groups, check_rule
 from mimo_jax.sharding import TENSOR, TRAIN, full_sizes
+from mimo_jax.train.conversations import DEFAULT, thinking_kwargs
+from mimo_jax.train.data import LONG_DOCUMENTS, SPLIT
+from mimo_jax.train.muon import ADAMW, MUON
+from mimo_jax.train.objectives import ObjectiveConfig
 from mimo_jax.train.placement import check_mesh
+from mimo_jax.train.schedule import SCHEDULES, WSD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +38,35 @@ class CorpusConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Text from files as packed rows; see `train/dataset.py`.
+
+    Attributes:
+      sources: Name of each source -> file, directory or pattern, see `sources.find_files`.
+      row_len: Tokens per row.
+      long_documents: What becomes of longer documents, of `data.LONG_DOCUMENTS`.
+      thinking: Of `conversations.THINKING`: a drafter is for one of them.
+      seed: Of the order in which documents are packed.
+    """
+
+    sources: dict[str, str]
+    row_len: int
+    long_documents: str = SPLIT
+    thinking: str = DEFAULT
+    seed: int = 0
+
+    def __post_init__(self):
+        require(len(self.sources) > 0, "data.sources is empty; allowed: at least one")
+        require(self.row_len >= 2, f"data.row_len {self.row_len} is out of range; allowed: >= 2")
+        require(
+            self.long_documents in LONG_DOCUMENTS,
+            f"data.long_documents {self.long_documents!r} is unknown; allowed: "
+            f"{', '.join(LONG_DOCUMENTS)}",
+        )
+        thinking_kwargs(self.thinking)
+
+
+@dataclasses.dataclass(frozen=True)
 class QatConfig:
     """Training a target for experts in MXFP4: the forward sees them so; see `quant/qat.py`.
 
@@ -52,6 +88,10 @@ class QatConfig:
         )
 
 
+def _check(name: str, value, is_allowed: Callable[[float], bool], allowed: str) -> None:
+    require(is_allowed(value), f"{name} {value} is out of range; allowed: {allowed}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """What every training has: its length, its batches, its optimizers.
@@ -60,12 +100,21 @@ class TrainConfig:
       num_steps: Optimizer steps.
       batch_rows: Packed rows per step.
       mix: Share of rows per scene.
+      matrix_optimizer: "muon", or "adamw" to have AdamW everywhere, for comparison.
       muon_lr: Peak rate of matrices (updates are RMS-matched to AdamW's).
+      muon_momentum: Decay of Muon's gradient accumulator.
+      newton_schulz_steps: Iterations of Muon.
+      newton_schulz_dtype: Of the factors in Muon's products, "float32" or "bfloat16".
       adamw_lr: Peak rate of everything else: embeddings, head, router, norms, sinks.
+      adam_b1: AdamW's decay of the first moment.
+      adam_b2: AdamW's decay of the second moment.
       weight_decay: Decoupled, on matrices.
+      schedule: Of both rates, one of `schedule.SCHEDULES`.
       warmup_steps: Linear warm-up.
-      decay_fraction: Last part of the run, in which rates fall linearly to zero.
+      decay_fraction: Last part of the run, in which the rates of "wsd" fall linearly to zero.
       clip_norm: Global gradient norm.
+      ema_decay: Of the average of weights that is evaluated and exported; 0: there is none.
+      max_bad_steps: Steps in a row whose loss or gradient is not finite; then the run stops.
       eval_every: Steps between held-out evaluations.
       save_every: Steps between checkpoints.
     """
@@ -73,14 +122,43 @@ class TrainConfig:
     num_steps: int
     batch_rows: int
     mix: dict[str, float] = dataclasses.field(default_factory=dict)
+    matrix_optimizer: str = MUON
     muon_lr: float = 8e-3
+    muon_momentum: float = 0.95
+    newton_schulz_steps: int = 5
+    newton_schulz_dtype: str = "float32"
     adamw_lr: float = 3e-3
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
     weight_decay: float = 0.01
+    schedule: str = WSD
     warmup_steps: int = 50
     decay_fraction: float = 0.6
     clip_norm: float = 1.0
+    ema_decay: float = 0.0
+    max_bad_steps: int = 10
     eval_every: int = 500
     save_every: int = 250
+
+    def __post_init__(self):
+        for name, allowed in (
+            ("matrix_optimizer", (MUON, ADAMW)),
+            ("newton_schulz_dtype", ("float32", "bfloat16")),
+            ("schedule", SCHEDULES),
+        ):
+            value = getattr(self, name)
+            require(
+                value in allowed, f"{name} {value!r} is unknown; allowed: {', '.join(allowed)}"
+            )
+        counts = ("num_steps", "batch_rows", "newton_schulz_steps", "max_bad_steps")
+        for name in (*counts, "eval_every", "save_every"):
+            _check(name, getattr(self, name), lambda x: x >= 1, "1 and more")
+        for name in ("muon_lr", "adamw_lr", "weight_decay", "warmup_steps"):
+            _check(name, getattr(self, name), lambda x: 0 <= x < math.inf, "0 and more")
+        for name in ("muon_momentum", "adam_b1", "adam_b2", "ema_decay"):
+            _check(name, getattr(self, name), lambda x: 0 <= x < 1, "0 to below 1")
+        _check("decay_fraction", self.decay_fraction, lambda x: 0 < x <= 1, "above 0 to 1")
+        _check("clip_norm", self.clip_norm, lambda x: x > 0, "above 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +177,11 @@ class TargetTrainConfig(TrainConfig):
     capacity_factor: float = 1.25
     balance_rate: float = 3e-3
     qat: QatConfig | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check("capacity_factor", self.capacity_factor, lambda x: x > 0, "above 0")
+        _check("balance_rate", self.balance_rate, lambda x: 0 <= x < math.inf, "0 and more")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,17 +212,27 @@ class DrafterTrainConfig(TrainConfig):
     Attributes:
       row_len: Tokens per row.
       num_anchors: Draft blocks per row and step, at random positions.
-      gamma: Decay of the position weights exp(-(k-1)/gamma).
+      objective: What the slots of a block are taught, and what each counts.
+      block_chunk: Draft blocks that a device works on at a time, which bounds the memory of a step
+        whatever num_anchors is; None: all at once.
     """
 
     num_steps: int = 10_000
     batch_rows: int = 4
     row_len: int = 256
     num_anchors: int = 32
-    gamma: float = 4.0
+    objective: ObjectiveConfig = ObjectiveConfig()
+    block_chunk: int | None = 128
     adamw_lr: float = 2e-3
     eval_every: int = 1000
     save_every: int = 500
+
+    def __post_init__(self):
+        require(self.num_anchors >= 1, f"num_anchors {self.num_anchors} must be at least 1")
+        require(
+            self.block_chunk is None or self.block_chunk >= 1,
+            f"block_chunk {self.block_chunk} must be at least 1, or None for all blocks at once",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

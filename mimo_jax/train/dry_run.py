@@ -27,18 +27,13 @@ from mimo_jax.models.params import abstract, split
 from mimo_jax.models.target import Target
 from mimo_jax.sharding import TRAIN, full_sizes
 from mimo_jax.timing import Stopwatch
-from mimo_jax.train.config import ExperimentConfig
+from mimo_jax.train.config import ExperimentConfig, TrainConfig
 from mimo_jax.train.data import PackedRows
 from mimo_jax.train.drafter_step import make_drafter_step
+from mimo_jax.train.optimizer import make_optimizer
 from mimo_jax.train.placement import ROWS, num_row_parts, param_shardings, state_shardings
 from mimo_jax.train.recipe import run_mesh
-from mimo_jax.train.step import (
-    Batch,
-    init_state,
-    make_optimizer,
-    make_target_step,
-    place_batch,
-)
+from mimo_jax.train.step import Batch, init_state, make_target_step, place_batch
 
 _TIMED_STEPS = 3
 
@@ -91,8 +86,9 @@ def _on_mesh(params, mesh: Mesh | None):
     return params if mesh is None else _placed(params, param_shardings(params, mesh))
 
 
-def _state_shapes(params, optimizer, mesh: Mesh | None) -> Any:
-    state = jax.eval_shape(lambda p: init_state(p, optimizer), params)
+def _state_shapes(params, optimizer, train: TrainConfig, mesh: Mesh | None) -> Any:
+    has_ema = train.ema_decay > 0
+    state = jax.eval_shape(lambda p: init_state(p, optimizer, has_ema=has_ema), params)
     return state if mesh is None else _placed(state, state_shardings(state, mesh))
 
 
@@ -114,7 +110,7 @@ def lower_target_step(config: ExperimentConfig, mesh: Mesh | None) -> jax.stages
     optimizer = make_optimizer(params, train, mesh)
     step = make_target_step(graph, optimizer, train, mesh, config.dispatch)
     batch = _batch_shapes(mesh, train.batch_rows, config.corpus.row_len)
-    return step.lower(_state_shapes(params, optimizer, mesh), batch)
+    return step.lower(_state_shapes(params, optimizer, train, mesh), batch)
 
 
 def lower_drafter_step(config: ExperimentConfig, mesh: Mesh | None) -> jax.stages.Lowered:
@@ -130,7 +126,7 @@ def lower_drafter_step(config: ExperimentConfig, mesh: Mesh | None) -> jax.stage
     step = make_drafter_step(target_graph, graph, optimizer, train, model, mesh, config.dispatch)
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     return step.lower(
-        _state_shapes(trained, optimizer, mesh),
+        _state_shapes(trained, optimizer, train, mesh),
         _on_mesh(target_params, mesh),
         _batch_shapes(mesh, train.batch_rows, train.row_len),
         jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
@@ -176,13 +172,14 @@ def _time_steps(config: ExperimentConfig, target_step, drafter_step) -> dict[str
     params = jax.jit(lambda: split(Target(config.target, rngs=nnx.Rngs(0)))[1])()
     frozen = jax.tree.map(jnp.copy, params)
     train = config.target_train
-    state = init_state(params, make_optimizer(params, train))
+    state = init_state(params, make_optimizer(params, train), has_ema=train.ema_decay > 0)
     batch = _random_batch(train.batch_rows, config.corpus.row_len, vocab_size)
     seconds = {"target": _seconds_per_step(target_step, state, batch)}
     params = jax.jit(lambda: split(Drafter(config.drafter, rngs=nnx.Rngs(1)))[1])()
     trained = {"drafter": params, "mask_embedding": jnp.ones((config.drafter.hidden_size,))}
     train = config.drafter_train
-    state = init_state(trained, make_optimizer(trained, train))
+    optimizer = make_optimizer(trained, train)
+    state = init_state(trained, optimizer, has_ema=train.ema_decay > 0)
     batch = _random_batch(train.batch_rows, train.row_len, vocab_size)
     seconds["drafter"] = _seconds_per_step(drafter_step, state, frozen, batch, jnp.int32(0))
     return seconds

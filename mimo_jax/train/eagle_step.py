@@ -18,63 +18,55 @@ from mimo_jax.layers import masks
 from mimo_jax.layers.attention import Stretch
 from mimo_jax.models.eagle import EagleConfig
 from mimo_jax.models.lookahead import keys_values, unroll
+from mimo_jax.train.block_rows import DraftBlocks, Rows, find_context, gather_blocks
+from mimo_jax.train.block_step import BlockForward, make_block_step
 from mimo_jax.train.config import DrafterTrainConfig
-from mimo_jax.train.drafter_step import (
-    DraftBlocks,
-    gather_blocks,
-    make_block_step,
-    read_context,
-)
-from mimo_jax.train.step import Batch
 
 
-def eagle_logits_at_anchors(target, drafter, batch: Batch, features, blocks: DraftBlocks):
-    """Logits of the draft slots of every anchor, each step on the state of the one before.
+def eagle_forward(drafter_graph, config: EagleConfig) -> BlockForward:
+    """Of the EAGLE-3 drafter; its trained pytree is {"drafter": params}.
 
-    Args:
-      target: Merged target (its embedding and head are shared).
-      drafter: Merged `EagleDrafter`.
-      batch: Rows.
-      features: [b, s, c] context features of the rows.
-      blocks: Anchors; their labels are the ids that later steps read.
-
-    Returns:
-      float32 [blocks, m, v], blocks row by row. Of an anchor that begins its document, which no
-      decoding meets, they mean nothing.
+    Later steps read the labels of the blocks. Logits of an anchor that begins its document, which
+    no decoding meets, mean nothing.
     """
-    (head,) = drafter.heads
-    window, m = head.layer_attention.window, drafter.config.draft_block_len - 1
-    # One position more than a window: the last one, anchor - 1, is the first query.
-    read = read_context(features, batch, blocks.anchor_pos, window + 1)
-    state = head.enter(features)
-    next_ids = jnp.roll(batch.token_ids, -1, axis=1)
-    keys, values = keys_values(target, head, state, next_ids, batch.positions)
-    before = read.index[:, :, :-1]
-    first_pos = read.anchor_positions - 1
-    mask = masks.draft_context_mask(first_pos, m, read.context_pos[:, :-1], window)
-    context = Stretch(gather_blocks(keys, before), gather_blocks(values, before), mask)
-    own_pos = read.index[:, :, -1:]
-    first_state = jnp.take_along_axis(state, own_pos, axis=1).reshape(-1, 1, state.shape[2])
-    ids = jnp.concatenate([read.anchor_ids[:, None], blocks.labels[:, :-1]], axis=1)
-    hidden = unroll(
-        target,
-        head,
-        first_state,
-        ids[:, :1],
-        first_pos,
-        context,
-        lambda step, normed: ids[:, step + 1 : step + 2],
-    )
-    return target.unembed(hidden)
+    window, m = config.attention.window, config.draft_block_len - 1
+    assert window is not None, "an EAGLE-3 drafter's layer is a sliding one"
+
+    def read(target, trained, rows: Rows):
+        (head,) = nnx.merge(drafter_graph, trained["drafter"]).heads
+        state = head.enter(rows.features)
+        next_ids = jnp.roll(rows.batch.token_ids, -1, axis=1)
+        return state, *keys_values(target, head, state, next_ids, rows.batch.positions)
+
+    def draft(target, trained, rows: Rows, shared, blocks: DraftBlocks):
+        (head,) = nnx.merge(drafter_graph, trained["drafter"]).heads
+        state, keys, values = shared
+        # One position more than a window: the last one, anchor - 1, is the first query.
+        at = find_context(rows, blocks.anchor_pos, window + 1)
+        before = at.index[:, :, :-1]
+        first_pos = at.anchor_positions - 1
+        mask = masks.draft_context_mask(first_pos, m, at.context_pos[:, :-1], window)
+        context = Stretch(gather_blocks(keys, before), gather_blocks(values, before), mask)
+        own_pos = at.index[:, :, -1:]
+        first_state = jnp.take_along_axis(state, own_pos, axis=1).reshape(-1, 1, state.shape[2])
+        ids = jnp.concatenate([at.anchor_ids[:, None], blocks.labels[:, :-1]], axis=1)
+        hidden = unroll(
+            target,
+            head,
+            first_state,
+            ids[:, :1],
+            first_pos,
+            context,
+            lambda step, normed: ids[:, step + 1 : step + 2],
+        )
+        return target.unembed(hidden)
+
+    return BlockForward(lambda row_len: window + 1, read, draft)
 
 
 def make_eagle_step(
     target_graph, drafter_graph, optimizer, config: DrafterTrainConfig, model: EagleConfig
 ):
     """`make_block_step` of the EAGLE-3 drafter; trains {"drafter": params}."""
-
-    def logits_at(target, trained, batch: Batch, features, blocks: DraftBlocks):
-        drafter = nnx.merge(drafter_graph, trained["drafter"])
-        return eagle_logits_at_anchors(target, drafter, batch, features, blocks)
-
-    return make_block_step(target_graph, logits_at, optimizer, config, model)
+    forward = eagle_forward(drafter_graph, model)
+    return make_block_step(target_graph, forward, optimizer, config, model)

@@ -147,7 +147,7 @@ def run(
       eval_every: Steps between evaluations; the last step is always evaluated.
       eval_fn: state -> metrics, or None.
       meta: Written with each checkpoint; a resumed run must have the same. Of "data_hash"
-        (`provenance.rows_hash`) and "seed" the loop knows the meaning.
+        (`row_files.dataset_hash`) and "seed" the loop knows the meaning.
       tokens_per_step: For the tokens/s figure.
       group: The processes that train together.
       batch_of: Step number -> its batch on the host, a NamedTuple of arrays; to keep a bad one.

@@ -147,24 +147,24 @@ def divergence(
     return jnp.sum(jnp.where(mask, per_position, 0.0)) / jnp.maximum(count, 1.0)
 
 
-def expected_accept_length(
+def accept_lengths(
     is_correct: Bool[Array, "*n m"], is_valid: Bool[Array, "*n m"]
-) -> Float[Array, ""]:
-    """Mean accept length that greedy decoding would see on these blocks: 1 + accepted prefix.
+) -> tuple[Float[Array, "*n"], Bool[Array, "*n"]]:
+    """Accept length that greedy decoding would see on each block: 1 + accepted prefix.
 
     A proxy measured on the training text; the true accept length comes from decoding.
 
     Args:
       is_correct: Draft slot k's argmax equals its label.
       is_valid: Slot k has a label. A slot without one ends the prefix, so blocks cut by their
-        document's end count with what they hold; blocks whose first slot has none are left out.
+        document's end count with what they hold; blocks whose first slot has none do not count.
 
     Returns:
-      float32 in [1, m + 1]; 0 if no block counts.
+      (lengths, is_counted): float32 in [1, m + 1], 0 where the block does not count.
 
-    Example: m=3, all valid, hits (T, T, F) and (F, T, T) -> prefixes 2 and 0 -> 1 + 1 = 2.
+    Example: m=3, all valid, hits (T, T, F) and (F, T, T) -> lengths 3 and 1.
     """
     hits = (is_correct & is_valid).astype(jnp.float32)
     accept_len = 1.0 + jnp.sum(jnp.cumprod(hits, axis=-1), axis=-1)
-    counted = is_valid[..., 0].astype(jnp.float32)
-    return jnp.sum(accept_len * counted) / jnp.maximum(jnp.sum(counted), 1.0)
+    is_counted = is_valid[..., 0]
+    return jnp.where(is_counted, accept_len, 0.0), is_counted

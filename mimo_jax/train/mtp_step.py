@@ -13,33 +13,35 @@ from flax import nnx
 
 from mimo_jax.config import require
 from mimo_jax.models.mtp import MtpConfig
+from mimo_jax.train.block_rows import DraftBlocks, Rows
+from mimo_jax.train.block_step import BlockForward, make_block_step
 from mimo_jax.train.config import DrafterTrainConfig
-from mimo_jax.train.drafter_step import DraftBlocks, make_block_step
-from mimo_jax.train.step import Batch
 
 
-def mtp_logits_at_anchors(target, drafter, batch: Batch, features, blocks: DraftBlocks):
-    """Logits of the draft slots of every anchor, one head each.
+def mtp_forward(drafter_graph) -> BlockForward:
+    """Of MTP heads that draft apart, one slot each; their trained pytree is {"drafter": params}.
 
-    Args:
-      target: Merged target (its embedding and head are shared).
-      drafter: Merged `MtpDrafter` whose heads draft apart.
-      batch: Rows.
-      features: [b, s, d], the target's residual stream after its last layer.
-      blocks: Anchors.
-
-    Returns:
-      float32 [blocks, m, v], blocks row by row. Of an anchor that begins its document, which no
-      decoding meets, they mean nothing.
+    Features are the target's residual stream after its last layer. Logits of an anchor that begins
+    its document, which no decoding meets, mean nothing.
     """
-    before = jnp.maximum(blocks.anchor_pos - 1, 0)[:, :, None]
-    slots = []
-    for k, head in enumerate(drafter.heads):
-        next_ids = jnp.roll(batch.token_ids, -1 - k, axis=1)
-        out = head.run_rows(target, features, next_ids, batch.positions, batch.segment_ids)
-        slots.append(jnp.take_along_axis(out.normed, before, axis=1))
-    hidden = jnp.stack(slots, axis=2)
-    return target.unembed(hidden.reshape(-1, *hidden.shape[2:]))
+
+    def read(target, trained, rows: Rows):
+        drafter = nnx.merge(drafter_graph, trained["drafter"])
+        batch, normed = rows.batch, []
+        for k, head in enumerate(drafter.heads):
+            next_ids = jnp.roll(batch.token_ids, -1 - k, axis=1)
+            out = head.run_rows(target, rows.features, next_ids, batch.positions, batch.segment_ids)
+            normed.append(out.normed)
+        return tuple(normed)
+
+    def draft(target, trained, rows: Rows, shared, blocks: DraftBlocks):
+        del trained, rows
+        before = jnp.maximum(blocks.anchor_pos - 1, 0)[:, :, None]
+        slots = [jnp.take_along_axis(normed, before, axis=1) for normed in shared]
+        hidden = jnp.stack(slots, axis=2)
+        return target.unembed(hidden.reshape(-1, *hidden.shape[2:]))
+
+    return BlockForward(lambda row_len: 2, read, draft)
 
 
 def make_mtp_step(
@@ -52,8 +54,5 @@ def make_mtp_step(
     """
     require(not model.is_chained, "MTP heads are trained apart; the first is chained afterwards")
 
-    def logits_at(target, trained, batch: Batch, features, blocks: DraftBlocks):
-        drafter = nnx.merge(drafter_graph, trained["drafter"])
-        return mtp_logits_at_anchors(target, drafter, batch, features, blocks)
-
-    return make_block_step(target_graph, logits_at, optimizer, config, model)
+    forward = mtp_forward(drafter_graph)
+    return make_block_step(target_graph, forward, optimizer, config, model)

@@ -103,7 +103,11 @@ def state_shardings(state, mesh: Mesh):
 
     opt_state = jax.tree_util.tree_map_with_path(of_leaf, state.opt_state)
     return dataclasses.replace(
-        state, params=params, opt_state=opt_state, step=NamedSharding(mesh, P())
+        state,
+        params=params,
+        opt_state=opt_state,
+        ema=None if state.ema is None else params,
+        **dict.fromkeys(("step", "num_bad", "num_skipped"), NamedSharding(mesh, P())),
     )
 
 
@@ -146,6 +150,11 @@ def num_row_parts(mesh: Mesh | None) -> int:
 def num_sequence_parts(mesh: Mesh | None) -> int:
     """Stretches that a row is cut into."""
     return 1 if mesh is None else mesh_sizes(mesh)[SEQUENCE]
+
+
+def num_block_parts(mesh: Mesh | None) -> int:
+    """Devices that have draft blocks of their own. Example: mesh 4x2x3x2 -> 16."""
+    return 1 if mesh is None else num_parts(BLOCKS, mesh_sizes(mesh))
 
 
 def place_activation(x: Array, axes: Axes, mesh: Mesh | None) -> Array:
@@ -197,7 +206,7 @@ def whole_over_data(params, mesh: Mesh | None):
 
 
 def on_own(function: Callable, mesh: Mesh | None, in_specs, out_specs) -> Callable:
-    """A function run by each device on its own rows (and positions); itself without a mesh.
+    """A function run by each device on its own rows (and positions); itself where one has all.
 
     Args:
       function: Of pytrees of arrays; what it does with one device's part, it does for that part.
@@ -206,11 +215,27 @@ def on_own(function: Callable, mesh: Mesh | None, in_specs, out_specs) -> Callab
         are and need no mention.
       out_specs: Likewise, of the results.
     """
-    if mesh is None:
+    if num_block_parts(mesh) == 1:
         return function
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(BLOCKS)
     )
+
+
+def as_own(tree, mesh: Mesh | None):
+    """Inside `on_own`: values that every device has alike, as each device's own to add to.
+
+    Without it the sum over devices of a gradient is taken where the value is first used: inside a
+    loop, once per turn.
+    """
+    if num_block_parts(mesh) == 1:
+        return tree
+    return jax.tree.map(lambda x: jax.lax.pcast(x, BLOCKS, to="varying"), tree)
+
+
+def sum_over_devices(tree, mesh: Mesh | None):
+    """Inside `on_own`: the sum over all devices that have blocks; itself where one has all."""
+    return tree if num_block_parts(mesh) == 1 else jax.lax.psum(tree, BLOCKS)
 
 
 def check_mesh(

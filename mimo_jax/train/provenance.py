@@ -2,17 +2,11 @@
 
 import dataclasses
 import datetime
-import hashlib
 import importlib.metadata
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-
-import numpy as np
-
-from mimo_jax.train.data import PackedRows
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 
@@ -51,20 +45,6 @@ def machine() -> dict:
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
     }
-
-
-def rows_hash(rows_by_scene: Mapping[str, PackedRows]) -> str:
-    """BLAKE2b of training rows: names of scenes, shapes, and every array's bytes.
-
-    Returns:
-      16 hex digits; a run that goes on from a checkpoint compares them (`loop.run`).
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    for scene, rows in sorted(rows_by_scene.items()):
-        for field, array in zip(PackedRows._fields, rows, strict=True):
-            digest.update(f"{scene} {field} {array.dtype} {array.shape} ".encode())
-            digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()
 
 
 def record(config) -> dict:

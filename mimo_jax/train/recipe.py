@@ -22,7 +22,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -62,14 +61,17 @@ from mimo_jax.train.evaluate import (
     simulate,
 )
 from mimo_jax.train.near_ties import NEAR_TIE, smallest_margins, ties_last
+from mimo_jax.train.optimizer import make_optimizer
+from mimo_jax.train.pipeline import Batches, own_rows
 from mimo_jax.train.placement import param_shardings, place_params, whole_over_data
-from mimo_jax.train.provenance import record, rows_hash
+from mimo_jax.train.provenance import record
 from mimo_jax.train.regenerate import prompts_of, regenerate
+from mimo_jax.train.row_files import dataset_hash, read_rows, write_rows
 from mimo_jax.train.step import (
     Batch,
     TrainState,
+    eval_params,
     init_state,
-    make_optimizer,
     make_target_eval,
     make_target_step,
     place_batch,
@@ -80,24 +82,6 @@ from mimo_jax.train.step import (
 PAD_ID = 0  # <|endoftext|>; padding is masked by segment 0
 REAL_PROMPTS = 4  # of each scene, decoded at every evaluation of a drafter
 STOP_IDS = (0, 2)  # <|endoftext|>, <|im_end|>
-
-
-def write_rows(path: Path, rows: PackedRows) -> None:
-    """Writes packed rows to an .npz that is either whole or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".partial")
-    with temporary.open("wb") as file:
-        np.savez(file, **rows._asdict())
-    os.replace(temporary, path)
-
-
-def read_rows(directory: Path) -> dict[str, PackedRows]:
-    """Rows of each scene in a directory of SCENE.npz files."""
-    rows = {}
-    for path in sorted(directory.glob("*.npz")):
-        with np.load(path) as arrays:
-            rows[path.stem] = PackedRows(**{name: arrays[name] for name in PackedRows._fields})
-    return rows
 
 
 def build_corpus_stage(config: ExperimentConfig, run_dir: Path) -> None:
@@ -207,38 +191,42 @@ def train_target_stage(
     optimizer = make_optimizer(params, train, mesh)
     step = make_target_step(graph, optimizer, train, mesh, config.dispatch)
     evaluate = make_target_eval(graph, mesh, config.dispatch, train.qat)
+    batches = Batches(
+        rows, train.mix, train.batch_rows, config.seed, own_rows=own_rows(mesh, train.batch_rows)
+    )
 
     batch_of = functools.partial(batch_for_step, rows, train.mix, train.batch_rows, config.seed)
 
     def step_fn(state: TrainState, step_number: int):
-        return step(state, place_batch(batch_of(step_number), mesh))
+        return step(state, place_batch(batches[step_number], mesh))
 
     def eval_fn(state: TrainState) -> dict:
-        losses = {}
+        params, losses = eval_params(state), {}
         for scene, scene_rows in heldout.items():
             total = count = 0.0
             for start in range(0, min(len(scene_rows.token_ids), 32), 8):
                 chunk = PackedRows(*(array[start : start + 8] for array in scene_rows))
                 if len(chunk.token_ids) < 8:
                     break
-                loss_sum, num = evaluate(state.params, place_batch(chunk, mesh))
+                loss_sum, num = evaluate(params, place_batch(chunk, mesh))
                 total, count = total + float(loss_sum), count + float(num)
             losses[scene] = round(total / max(count, 1), 4)
         return {"heldout_loss": losses}
 
     state = loop.run(
         "target",
-        init_state(params, optimizer, mesh),
+        init_state(params, optimizer, mesh, has_ema=train.ema_decay > 0),
         step_fn,
         run_dir=run_dir,
         eval_fn=eval_fn,
         batch_of=batch_of,
         has_tensorboard=has_tensorboard,
-        **run_settings(train, seed=config.seed, data_hash=rows_hash(rows)),
+        max_bad_steps=train.max_bad_steps,
+        **run_settings(train, seed=config.seed, data_hash=dataset_hash(rows)),
         tokens_per_step=train.batch_rows * config.corpus.row_len,
         group=group,
     )
-    params = jax.tree.map(to_host, state.params)
+    params = jax.tree.map(to_host, eval_params(state))
     if group.is_first:
         written = Model(config.target, graph, params)
         if train.qat is not None:
@@ -272,9 +260,7 @@ def load_exported_target(run_dir: Path, mesh: Mesh | None = None) -> Model:
         return dataclasses.replace(model, params=place_params(model.params, mesh))
     _, like = abstract(lambda: Target(target_config, rngs=nnx.Rngs(0)))
     shardings = flatten(param_shardings(like, mesh))
-    return Model(
-        *load_target(directory, dtype=jnp.float32, sharding_of=shardings.__getitem__)
-    )
+    return Model(*load_target(directory, dtype=jnp.float32, sharding_of=shardings.__getitem__))
 
 
 def scene_stop_ids(scene: str) -> tuple[int, ...]:
@@ -282,9 +268,7 @@ def scene_stop_ids(scene: str) -> tuple[int, ...]:
     return STOP_IDS[:1] if scene == "agent" else STOP_IDS
 
 
-def regenerate_stage(
-    config: ExperimentConfig, run_dir: Path, group: ProcessGroup = ALONE
-) -> None:
+def regenerate_stage(config: ExperimentConfig, run_dir: Path, group: ProcessGroup = ALONE) -> None:
     """The target answers training prompts, and greedily a few held-out ones."""
     out = run_dir / "regenerate"
     train_rows = read_rows(run_dir / "corpus" / "train")
@@ -299,7 +283,9 @@ def regenerate_stage(
         target = target or load_exported_target(run_dir)
         quota = int(settings.num_tokens * share / sum(mix.values()))
         common: dict[str, Any] = {
-            "stop_ids": scene_stop_ids(scene), "row_len": row_len, "seed": config.seed
+            "stop_ids": scene_stop_ids(scene),
+            "row_len": row_len,
+            "seed": config.seed,
         }
         heldout = regenerate(
             target,
@@ -359,9 +345,7 @@ def drafter_init(
         )
         return graph, params
     graph, params = split(Drafter(model, rngs=nnx.Rngs(config.seed + 1)))
-    first = place_batch(
-        batch_for_step(rows, config.drafter_train.mix, 16, config.seed, 0), mesh
-    )
+    first = place_batch(batch_for_step(rows, config.drafter_train.mix, 16, config.seed, 0), mesh)
     run_sparse = sparse_layer(mesh, None, config.dispatch)
 
     @jax.jit
@@ -406,11 +390,14 @@ def train_drafter_stage(
     optimizer = make_optimizer(trained, train, mesh)
     step = make_drafter_step(target.graph, graph, optimizer, train, model, mesh, config.dispatch)
     propose = make_propose(target.graph, graph, mesh, config.dispatch)
+    batches = Batches(
+        rows, train.mix, train.batch_rows, config.seed, own_rows=own_rows(mesh, train.batch_rows)
+    )
 
     batch_of = functools.partial(batch_for_step, rows, train.mix, train.batch_rows, config.seed)
 
     def step_fn(state: TrainState, step_number: int):
-        return step(state, target.params, place_batch(batch_of(step_number), mesh), config.seed)
+        return step(state, target.params, place_batch(batches[step_number], mesh), config.seed)
 
     asked = {scene: known_requests(some, REAL_PROMPTS) for scene, some in heldout.items()}
     real = None  # decoding, as training does not, wants a model in one memory
@@ -420,28 +407,29 @@ def train_drafter_stage(
 
     def eval_fn(state: TrainState) -> dict:
         by_scene = {
-            scene: simulate(propose, target.params, state.params, scene_rows, mesh)
+            scene: simulate(propose, target.params, eval_params(state), scene_rows, mesh)
             for scene, scene_rows in heldout.items()
         }
         found = accept_figures("heldout", by_scene)
         if real is not None:
-            done = {scene: real(state.params, requests) for scene, requests in asked.items()}
+            done = {scene: real(eval_params(state), requests) for scene, requests in asked.items()}
             found |= accept_figures("real", done)
         return found
 
     state = loop.run(
         "drafter",
-        init_state(trained, optimizer, mesh),
+        init_state(trained, optimizer, mesh, has_ema=train.ema_decay > 0),
         step_fn,
         run_dir=run_dir,
         eval_fn=eval_fn,
         batch_of=batch_of,
         has_tensorboard=has_tensorboard,
-        **run_settings(train, seed=config.seed, data_hash=rows_hash(rows)),
+        max_bad_steps=train.max_bad_steps,
+        **run_settings(train, seed=config.seed, data_hash=dataset_hash(rows)),
         tokens_per_step=train.batch_rows * train.row_len,
         group=group,
     )
-    return graph, state.params
+    return graph, eval_params(state)
 
 
 def export_stage(config: ExperimentConfig, run_dir: Path, trained) -> Path:

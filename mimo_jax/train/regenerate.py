@@ -15,17 +15,13 @@ from mimo_jax.decode.placement import Model
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.sampling import GREEDY, SAMPLED
 from mimo_jax.train.config import RegenerateConfig
-from mimo_jax.train.data import PackedRows
+from mimo_jax.train.data import PackedRows, documents_of
 
 
 def prompts_of(rows: PackedRows) -> Iterator[list[int]]:
-    """Prompt ids of every document: the leading tokens of a segment that carry no loss."""
-    for token_ids, segment_ids, loss_mask in zip(
-        rows.token_ids, rows.segment_ids, rows.loss_mask, strict=True
-    ):
-        for segment in range(1, int(segment_ids.max()) + 1):
-            is_prompt = (segment_ids == segment) & ~loss_mask
-            yield token_ids[is_prompt].tolist()
+    """Prompt ids of every document: its tokens that carry no loss."""
+    for token_ids, loss_mask in documents_of(rows):
+        yield [i for i, is_answer in zip(token_ids, loss_mask, strict=True) if not is_answer]
 
 
 def regenerate(

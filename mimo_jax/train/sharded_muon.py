@@ -22,8 +22,10 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from mimo_jax.sharding import mesh_sizes
@@ -52,7 +54,12 @@ def _cut(matrices, num_row_parts: int, num_col_parts: int):
 
 
 def newton_schulz_on_mesh(
-    g: Float[Array, "*batch rows cols"], spec: P, mesh: Mesh, *, num_steps: int = 5
+    g: Float[Array, "*batch rows cols"],
+    spec: P,
+    mesh: Mesh,
+    *,
+    num_steps: int = 5,
+    dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "*batch rows cols"]:
     """`muon.newton_schulz` of a cut array, inside `jax.jit`; the result is cut alike.
 
@@ -61,6 +68,7 @@ def newton_schulz_on_mesh(
       spec: How g lies on the mesh, one entry per axis.
       mesh: Whose axes spec names.
       num_steps: Iterations.
+      dtype: Of the factors of every product; what moves is g's own dtype.
 
     Returns:
       float32, equal to `newton_schulz(g)` but for rounding.
@@ -71,7 +79,7 @@ def newton_schulz_on_mesh(
     axes = row_axes + col_axes
     parts = [math.prod(sizes[name] for name in names) for names in (row_axes, col_axes)]
     num_parts = math.prod(parts)
-    orthogonalise = functools.partial(newton_schulz, num_steps=num_steps)
+    orthogonalise = functools.partial(newton_schulz, num_steps=num_steps, dtype=dtype)
 
     def on_device(piece):
         if not axes:

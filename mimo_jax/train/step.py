@@ -1,15 +1,19 @@
 """Jitted train steps: (state, batch) -> (state, metrics). No host I/O, no clock, no data reading.
 
-State, optimizer and the target's step are here, the drafter's step in `drafter_step.py`. Both are
-pure functions of (state, batch), donate their state, and draw randomness from (seed, step) alone,
-so a resumed run repeats an uninterrupted one.
+State, what a step does with its gradients, and the target's step are here, the drafter's step in
+`drafter_step.py`. Both are pure functions of (state, batch), donate their state, and draw
+randomness from (seed, step) alone, so a resumed run repeats an uninterrupted one.
 
 Both take a mesh (sharding.TRAIN); without one nothing about them changes. See `placement.py` for
 what lies where, `sharded_muon.py` and `layers/dispatch.py` for what moves.
+
+A bad step (NaN, Inf) is undone by a `where` over the whole new state, which the compiler fuses into
+the writes. Rejected: `lax.cond` around the update: LOG.md has both times.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, no_type_check
 
 import jax
@@ -20,40 +24,46 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
+from mimo_jax.config import require
 from mimo_jax.layers.dispatch import PADDED, route_and_run_on_mesh, run_experts_with_capacity
 from mimo_jax.layers.moe import route_and_run
 from mimo_jax.models.params import flatten, unflatten
 from mimo_jax.quant.qat import fake_quantize_params
-from mimo_jax.train import losses, muon
+from mimo_jax.train import losses
 from mimo_jax.train.config import QatConfig, TargetTrainConfig, TrainConfig
 from mimo_jax.train.data import PackedRows
+from mimo_jax.train.optimizer import by_group, rates
 from mimo_jax.train.placement import (
-    experts_first_spec,
     hold_state,
-    is_experts_second,
     num_row_parts,
-    param_shardings,
-    path_names,
     place_activation,
     place_rows,
     state_shardings,
     whole_over_data,
 )
-from mimo_jax.train.sharded_muon import newton_schulz_on_mesh
-
-# Leaves that are matrices by shape but not by role: AdamW.
-_NOT_MUON = ("embedding", "head", "w_router")
 
 
 @no_type_check  # a pytree also holds tracers, shapes and shardings
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a run must save: parameters, optimizer state and the step count."""
+    """Everything that a run must save.
+
+    Attributes:
+      params: What is trained.
+      opt_state: Of the optimizer.
+      step: Steps taken, bad ones included; batches and randomness follow from it.
+      ema: Average of params, float32, lying as they do; None where `ema_decay` is 0.
+      num_bad: Bad steps in a row, up to now; see `apply_gradients`.
+      num_skipped: Bad steps in all.
+    """
 
     params: Any
     opt_state: Any
     step: Int[Array, ""]
+    ema: Any
+    num_bad: Int[Array, ""]
+    num_skipped: Int[Array, ""]
 
 
 class Batch(NamedTuple):
@@ -72,69 +82,113 @@ def place_batch(rows: PackedRows, mesh: Mesh | None = None) -> Batch:
     return place_rows(Batch._make(padded), mesh)
 
 
-def _is_matrix(path, leaf) -> bool:
-    return leaf.ndim >= 2 and not any(name in _NOT_MUON for name in path_names(path))
+def init_state(
+    params, optimizer, mesh: Mesh | None = None, *, has_ema: bool = False
+) -> TrainState:
+    """The state before the first step.
 
+    Args:
+      params: What is trained; on a mesh it must lie there already.
+      optimizer: From `make_optimizer`.
+      mesh: Of TRAIN.
+      has_ema: Whether weights are averaged, as `TrainConfig.ema_decay` above 0 asks.
+    """
 
-def _experts_first(tree):
-    """Expert stacks [d, e, f] as [e, d, f] and back: Muon's matrix is the last two axes."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jnp.swapaxes(leaf, 0, 1) if is_experts_second(path) else leaf, tree
-    )
+    def make(params) -> TrainState:
+        zero = lambda: jnp.zeros((), jnp.int32)
+        # A copy: a donated state may hold no array twice.
+        average = lambda p: jnp.array(p, jnp.float32, copy=True)
+        ema = jax.tree.map(average, params) if has_ema else None
+        return TrainState(params, optimizer.init(params), zero(), ema, zero(), zero())
 
-
-def _on_experts_first(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`inner` on a view of the tree in which every expert stack has its experts in front."""
-
-    def update(updates, state, params=None):
-        moved = None if params is None else _experts_first(params)
-        updates, state = inner.update(_experts_first(updates), state, moved)
-        return _experts_first(updates), state
-
-    return optax.GradientTransformation(lambda params: inner.init(_experts_first(params)), update)
-
-
-def make_optimizer(
-    params, config: TrainConfig, mesh: Mesh | None = None
-):
-    """Muon on matrices (expert stacks batched), AdamW on the rest, global-norm clipping before."""
-    options = {}
-    if mesh is not None:
-        shardings = jax.tree_util.tree_leaves_with_path(param_shardings(params, mesh))
-        specs = {tuple(path): experts_first_spec(path, s.spec) for path, s in shardings}
-        options["orthogonalise"] = lambda path, g: newton_schulz_on_mesh(
-            g, specs[tuple(path)], mesh
-        )
-    schedules = [
-        muon.wsd_or_linear_schedule(
-            peak,
-            num_steps=config.num_steps,
-            warmup_steps=config.warmup_steps,
-            decay_fraction=config.decay_fraction,
-        )
-        for peak in (config.muon_lr, config.adamw_lr)
-    ]
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        _on_experts_first(
-            muon.muon_or_adamw(
-                jax.eval_shape(_experts_first, params),
-                muon_lr=schedules[0],
-                adamw_lr=schedules[1],
-                weight_decay=config.weight_decay,
-                is_matrix=_is_matrix,
-                **options,
-            )
-        ),
-    )
-
-
-def init_state(params, optimizer, mesh: Mesh | None = None) -> TrainState:
-    """The state before the first step; on a mesh, params must lie there already."""
-    make = lambda params: TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
     if mesh is None:
         return make(params)
     return jax.jit(make, out_shardings=state_shardings(jax.eval_shape(make, params), mesh))(params)
+
+
+def eval_params(state: TrainState):
+    """The weights to evaluate and export: their average where there is one."""
+    return state.params if state.ema is None else state.ema
+
+
+def _move_ema(ema, params, decay: float, num_updates: Array):
+    """One step of the average. Early on it forgets faster: start weights must not stay in it.
+
+    decay_t = min(decay, (1 + t) / (10 + t)), t updates before this one: .1, .18, .25, ... Not the
+    division by 1 - decay ** t, because the average can then be read as it lies.
+    """
+    t = num_updates.astype(jnp.float32)
+    kept = jnp.minimum(decay, (1 + t) / (10 + t))
+    return jax.tree.map(lambda e, p: e + (1 - kept) * (p.astype(jnp.float32) - e), ema, params)
+
+
+def apply_gradients(
+    state: TrainState,
+    grads,
+    loss: Array,
+    optimizer: optax.GradientTransformation,
+    config: TrainConfig,
+    after_update: Callable[[Any], Any] = lambda params: params,
+) -> tuple[TrainState, dict[str, Any]]:
+    """One update of parameters, optimizer state and average, or none if the step is bad.
+
+    Bad is a step whose loss or gradient norm is not finite. It changes `step`, `num_bad` and
+    `num_skipped` and not one bit besides; learning rates follow the updates that were done. Chosen
+    inside the program, without asking the host.
+
+    Args:
+      state: Before the step.
+      grads: Like state.params, not clipped.
+      loss: Scalar.
+      optimizer: From `make_optimizer` of the same config.
+      config: Of the training.
+      after_update: What else moves parameters in a good step, of them alone.
+
+    Returns:
+      (state, metrics): "loss", "grad_norm" (before clipping), "is_bad" 0 or 1, "num_bad" and
+      "num_skipped" after this step, and for each group G of the optimizer "lr_G" and
+      "update_norm_G" (with rate and decay; 0 in a bad step).
+
+    Raises:
+      ConfigError: If the state has an average and the config none, or the reverse.
+    """
+    require(
+        (state.ema is not None) == (config.ema_decay > 0),
+        f"ema_decay {config.ema_decay} does not go with a state "
+        f"{'without' if state.ema is None else 'with'} an average: see has_ema of init_state",
+    )
+    grad_norm = optax.tree.norm(grads)
+    is_good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    num_updates = state.step - state.num_skipped
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = after_update(optax.apply_updates(state.params, updates))
+    ema = state.ema
+    if ema is not None:
+        ema = _move_ema(ema, params, config.ema_decay, num_updates)
+    new = (params, opt_state, ema)
+    old = (state.params, state.opt_state, state.ema)
+    params, opt_state, ema = jax.tree.map(functools.partial(jnp.where, is_good), new, old)
+    is_bad = (~is_good).astype(jnp.int32)
+    new_state = TrainState(
+        params,
+        opt_state,
+        step=state.step + 1,
+        ema=ema,
+        num_bad=(state.num_bad + 1) * is_bad,
+        num_skipped=state.num_skipped + is_bad,
+    )
+    metrics: dict[str, Any] = {
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "is_bad": is_bad,
+        "num_bad": new_state.num_bad,
+        "num_skipped": new_state.num_skipped,
+    }
+    rate_of = rates(config)
+    for group, leaves in by_group(updates, config).items():
+        metrics[f"lr_{group}"] = rate_of[group](num_updates)
+        metrics[f"update_norm_{group}"] = jnp.where(is_good, optax.tree.norm(leaves), 0.0)
+    return new_state, metrics
 
 
 def _move_selection_bias(params, routing, rate: float):
@@ -194,7 +248,7 @@ def make_target_step(
     mesh: Mesh | None = None,
     dispatch: str = PADDED,
 ):
-    """Returns step(state, batch) -> (state, {"loss", "grad_norm"}); donates the state."""
+    """Returns step(state, batch) -> (state, metrics of `apply_gradients`); donates the state."""
     run_sparse = sparse_layer(mesh, config.capacity_factor, dispatch)
     distill_weight = 0.0 if config.qat is None else config.qat.distill_weight
 
@@ -214,11 +268,9 @@ def make_target_step(
 
     def step(state: TrainState, batch: Batch):
         (loss, routing), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        params = _move_selection_bias(params, routing, config.balance_rate)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-        return hold_state(TrainState(params, opt_state, state.step + 1), mesh), metrics
+        balance = lambda params: _move_selection_bias(params, routing, config.balance_rate)
+        state, metrics = apply_gradients(state, grads, loss, optimizer, config, balance)
+        return hold_state(state, mesh), metrics
 
     return jax.jit(step, donate_argnums=0)
 

@@ -30,10 +30,11 @@ from mimo_jax.models.mtp import MtpConfig, MtpDrafter, chain_first_head
 from mimo_jax.models.params import flatten, split
 from mimo_jax.models.target import Target
 from mimo_jax.sharding import DECODE, make_mesh
+from mimo_jax.train.block_rows import DraftBlocks
+from mimo_jax.train.block_step import block_logits
 from mimo_jax.train.data import pack_documents
-from mimo_jax.train.drafter_step import DraftBlocks
-from mimo_jax.train.eagle_step import eagle_logits_at_anchors
-from mimo_jax.train.mtp_step import mtp_logits_at_anchors
+from mimo_jax.train.eagle_step import eagle_forward
+from mimo_jax.train.mtp_step import mtp_forward
 from mimo_jax.train.step import Batch
 from tests.golden.files import DATA
 from tests.oracles.eagle import eagle_logits
@@ -174,18 +175,21 @@ def test_training_sees_what_decoding_sees(target, drafters, kind):
     anchor_pos = jnp.asarray([[s + anchors[i] for s, i in zip(starts, order, strict=True)]])
     labels = jnp.asarray([drafted[i] for i in order], jnp.int32)
     blocks = DraftBlocks(anchor_pos.astype(jnp.int32), labels, labels >= 0)
-    at_anchors = eagle_logits_at_anchors if kind == "eagle" else mtp_logits_at_anchors
+    is_eagle = kind == "eagle"
+    forward = (
+        eagle_forward(drafter.graph, drafter.config) if is_eagle else mtp_forward(drafter.graph)
+    )
 
     @jax.jit
     def in_training(target_params, params):
-        t, d = nnx.merge(target.graph, target_params), nnx.merge(drafter.graph, params)
+        t = nnx.merge(target.graph, target_params)
         features = t(
             batch.token_ids,
             segment_ids=batch.segment_ids,
             positions=batch.positions,
             tap_layer_ids=drafter.config.target_layer_ids,
         ).context_features
-        return at_anchors(t, d, batch, features, blocks)
+        return block_logits(forward, t, {"drafter": params}, batch, features, blocks)
 
     got = np.asarray(in_training(target.params, drafter.params))
     np.testing.assert_allclose(got, [logits[i] for i in order], atol=2e-5)

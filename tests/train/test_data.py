@@ -89,6 +89,28 @@ def test_long_documents_lose_their_end(prompt_len: int, answer_len: int, learned
     assert rows.segment_ids.all()
 
 
+def test_long_documents_are_split_or_dropped() -> None:
+    """13 tokens, the first 8 a prompt, in rows of 5: the piece 1..5 has nothing to learn."""
+    docs = [(list(range(1, 9)), list(range(9, 14))), ([21], [22, 23])]
+    pack = lambda how: data.pack_documents(docs, 5, pad_id=PAD, seed=0, long_documents=how)
+    split = [([], [11, 12, 13]), ([6, 7, 8], [9, 10]), ([21], [22, 23])]
+    assert sorted(unpack(pack(data.SPLIT))) == split
+    assert unpack(pack(data.DROP)) == [([21], [22, 23])]
+    assert sorted(unpack(pack(data.TRUNCATE))) == [([1, 2, 3, 4, 5], []), ([21], [22, 23])]
+    for positions in pack(data.SPLIT).positions.tolist():
+        assert positions[0] == 0  # a piece starts anew
+    with pytest.raises(ValueError, match="truncate, split, drop"):
+        pack("wrap")
+
+
+def test_several_answers_of_a_document_are_learned_and_found_again() -> None:
+    document = data.Document([5, 6, 7, 8, 9], [False, True, False, False, True])
+    rows = data.pack([document, data.Document([4], [True])], 6, pad_id=PAD, seed=0)
+    found = [data.Document(list(d.token_ids), list(d.loss_mask)) for d in data.documents_of(rows)]
+    assert sorted(found) == [([4], [True]), ([5, 6, 7, 8, 9], [False, True, False, False, True])]
+    assert not list(data.documents_of(data.empty_rows(2, 3, pad_id=9)))
+
+
 def test_small_pool_and_no_documents() -> None:
     docs = make_docs(120)
     assert sorted(unpack(data.pack_documents(docs, 40, pad_id=PAD, seed=0, num_open_rows=1)))

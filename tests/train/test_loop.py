@@ -19,7 +19,7 @@ from mimo_jax.checkpoint.store import CheckpointStore, DiskFullError
 from mimo_jax.config import ConfigError
 from mimo_jax.train import loop, metrics, stopping
 from mimo_jax.train.data import PackedRows
-from mimo_jax.train.provenance import rows_hash
+from mimo_jax.train.row_files import dataset_hash
 from tests.train import toy_run
 
 
@@ -114,7 +114,10 @@ def bad_from(first, last=10**9):
         num_skipped = max(min(step, last) - first + 1, 0)
         loss = jnp.float32("nan") if is_bad else values["loss"]
         return (state if is_bad else new), {
-            "loss": loss, "is_bad": is_bad, "num_bad": in_a_row, "num_skipped": num_skipped
+            "loss": loss,
+            "is_bad": is_bad,
+            "num_bad": in_a_row,
+            "num_skipped": num_skipped,
         }
 
     return step_fn
@@ -179,10 +182,15 @@ def test_the_hash_of_rows_sees_every_change():
         return PackedRows(ids, np.ones_like(ids), ids > 4, ids)
 
     changed = rows()._replace(loss_mask=~rows().loss_mask)
-    others = [{"b": rows()}, {"a": rows(1)}, {"a": rows(length=5)}, {"a": changed},
-              {"a": rows(), "b": rows()}]
-    assert len({rows_hash(x) for x in [{"a": rows()}, *others]}) == 6
-    assert rows_hash({"a": rows(), "b": rows(1)}) == rows_hash({"b": rows(1), "a": rows()})
+    others = [
+        {"b": rows()},
+        {"a": rows(1)},
+        {"a": rows(length=5)},
+        {"a": changed},
+        {"a": rows(), "b": rows()},
+    ]
+    assert len({dataset_hash(x) for x in [{"a": rows()}, *others]}) == 6
+    assert dataset_hash({"a": rows(), "b": rows(1)}) == dataset_hash({"b": rows(1), "a": rows()})
 
 
 def test_a_full_disk_under_the_metrics_is_one_line(tmp_path):
@@ -234,5 +242,6 @@ def test_differing_fields_literal():
     stored = {"a": {"b": 1, "c": [1, 2]}, "d": None}
     now = {"a": {"b": 1, "c": [1, 3]}, "d": None, "e": {"f": 0}}
     assert loop.differing_fields(stored, now) == [
-        "a.c: stored [1, 2], now [1, 3]", "e: stored absent, now {'f': 0}"
+        "a.c: stored [1, 2], now [1, 3]",
+        "e: stored absent, now {'f': 0}",
     ]

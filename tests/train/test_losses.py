@@ -139,7 +139,7 @@ def test_shift_labels_stays_inside_documents() -> None:
     assert mask.tolist() == [[True, False, True, False, False, False]]
 
 
-def test_expected_accept_length_matches_a_loop() -> None:
+def test_accept_lengths_match_a_loop() -> None:
     keys = jax.random.split(jax.random.key(3), 2)
     is_correct = jax.random.bernoulli(keys[0], 0.7, (B, T, M))
     is_valid = jnp.arange(M)[None, None, :] < jax.random.randint(keys[1], (B, T, 1), 0, M + 1)
@@ -153,12 +153,17 @@ def test_expected_accept_length_matches_a_loop() -> None:
                 prefix += 1
             lengths.append(prefix + 1)
     assert 0 < len(lengths) < B * T
-    actual = losses.expected_accept_length(is_correct, is_valid)
-    np.testing.assert_allclose(actual, np.mean(lengths), rtol=1e-6)
+    actual, is_counted = losses.accept_lengths(is_correct, is_valid)
+    np.testing.assert_array_equal(actual[is_counted], lengths)
+    assert not actual[~is_counted].any()
 
 
 @pytest.mark.parametrize(("hit", "expected"), [(True, M + 1), (False, 1)])
-def test_expected_accept_length_bounds(hit: bool, expected: int) -> None:
+def test_accept_lengths_bounds(hit: bool, expected: int) -> None:
     is_valid = jnp.ones((B, M), bool)
-    assert losses.expected_accept_length(jnp.full((B, M), hit), is_valid) == expected
-    assert losses.expected_accept_length(jnp.full((B, M), hit), ~is_valid) == 0
+    lengths, is_counted = losses.accept_lengths(jnp.full((B, M), hit), is_valid)
+    assert is_counted.all()
+    assert lengths.tolist() == [expected] * B
+    lengths, is_counted = losses.accept_lengths(jnp.full((B, M), hit), ~is_valid)
+    assert not is_counted.any()
+    assert not lengths.any()

@@ -22,21 +22,23 @@ from mimo_jax.models.params import split
 from mimo_jax.models.target import Target
 from mimo_jax.sharding import SEQUENCE, TRAIN, make_mesh, parse_mesh
 from mimo_jax.train import loop, recipe
-from mimo_jax.train.block_mask import with_left_halo
+from mimo_jax.train.block_mask import with_left_halo, with_right_halo
+from mimo_jax.train.block_rows import (
+    draw_blocks,
+    find_context,
+    gather_blocks,
+    read_rows,
+    states_before_slots,
+)
 from mimo_jax.train.config import DrafterTrainConfig, TargetTrainConfig
 from mimo_jax.train.data import PackedRows, pack_documents
-from mimo_jax.train.drafter_step import (
-    draw_blocks,
-    gather_blocks,
-    make_drafter_step,
-    read_context,
-)
+from mimo_jax.train.drafter_step import make_drafter_step
 from mimo_jax.train.evaluate import make_propose, simulated_accept_length
+from mimo_jax.train.optimizer import make_optimizer
 from mimo_jax.train.placement import BLOCKS, ROWS, on_own, place_params, state_shardings
 from mimo_jax.train.step import (
     Batch,
     init_state,
-    make_optimizer,
     make_target_step,
     place_batch,
 )
@@ -273,33 +275,34 @@ def test_mesh_as_a_user_writes_it():
             parse_mesh(text)
 
 
-def test_a_cut_sequence_exchanges_one_halo():
-    """Four stretches of 8 positions, window 5: context equals that of whole rows."""
+def test_a_cut_sequence_exchanges_one_halo_each_way():
+    """Four stretches of 8 positions, window 5, block 4: what is read equals that of whole rows."""
     b, s, window, mesh = 2, 32, 5, make_mesh(TRAIN, (1, 1, 1, 4))
-    anchor_pos = jnp.array([[0, 3, 8, 11, 16, 23, 24, 31], [1, 7, 9, 15, 17, 18, 26, 30]])
+    anchor_pos = np.array([[0, 3, 8, 11, 16, 23, 24, 31], [1, 7, 9, 15, 17, 18, 26, 30]], np.int32)
     ids = jnp.arange(b * s, dtype=jnp.int32).reshape(b, s)  # all distinct: they name the anchors
     segments = jnp.ones((b, s), jnp.int32).at[1, 14:].set(2)
     batch = Batch(ids, segments, segments > 0, ids % s)
     features = jax.random.normal(jax.random.key(0), (b, s, 3))
 
     def read(mesh):
-        def gathered(features, batch, anchor_pos):
-            context = read_context(features, batch, anchor_pos.astype(jnp.int32), window, mesh)
-            gather = on_own(
-                gather_blocks, mesh, (P(ROWS, None, SEQUENCE), P(ROWS, SEQUENCE)), P(BLOCKS)
-            )
-            rows = gather(context.features[:, None], context.index)
-            places = gather(context.positions[:, None, :, None], context.index)
-            return context.anchor_ids, rows[:, 0], places[:, 0, :, 0], context.context_pos
+        def gathered(batch, features, anchor_pos):
+            rows = read_rows(batch, features, features, window, 4, mesh)
+            at = find_context(rows, anchor_pos, window)
+            context = gather_blocks(rows.features[:, None], at.index)[:, 0]
+            places = gather_blocks(rows.positions[:, None, :, None], at.index)[:, 0, :, 0]
+            states = states_before_slots(rows, anchor_pos, 3)
+            return at.anchor_ids, context, places, at.context_pos, states
 
-        return jax.jit(gathered)
+        cut = P(ROWS, SEQUENCE)
+        return jax.jit(on_own(gathered, mesh, (P(ROWS), cut, cut), P(BLOCKS)))
 
-    program = read(mesh).lower(features, batch, anchor_pos).compile()
-    assert shapes_of(program.as_text(), "collective-permute") == ["f32[2,4,3]{2,1,0}"]
+    program = read(mesh).lower(batch, features, anchor_pos).compile()
+    halos = shapes_of(program.as_text(), "collective-permute")
+    assert sorted(halos) == ["f32[2,2,3]{2,1,0}", "f32[2,4,3]{2,1,0}"]
     for name in ("all-gather", "all-reduce", "all-to-all"):
         assert shapes_of(program.as_text(), name) == []
-    arguments = jax.device_put((features, batch, anchor_pos), program.input_shardings[0])
-    results = [program(*arguments), read(None)(features, batch, anchor_pos)]
+    arguments = jax.device_put((batch, features, anchor_pos), program.input_shardings[0])
+    results = [program(*arguments), read(None)(batch, features, anchor_pos)]
     cut, whole = ([np.asarray(a)[np.argsort(r[0])] for a in r] for r in results)
     np.testing.assert_array_equal(cut[0], np.sort(np.asarray(ids)[[[0], [1]], anchor_pos], None))
     np.testing.assert_array_equal(cut[3], whole[3])
@@ -307,11 +310,15 @@ def test_a_cut_sequence_exchanges_one_halo():
     np.testing.assert_array_equal(cut[1][is_there], whole[1][is_there])
     np.testing.assert_array_equal(cut[2][is_there], whole[2][is_there])
     assert is_there.sum() > 30
+    # Of slots within the row: whole[0], the ids of the anchors, are their places.
+    is_inside = whole[0][:, None] % s + np.arange(3) < s
+    np.testing.assert_array_equal(cut[4][is_inside], whole[4][is_inside])
 
 
-def test_a_halo_longer_than_a_stretch_is_refused():
+@pytest.mark.parametrize("with_halo", [with_left_halo, with_right_halo])
+def test_a_halo_longer_than_a_stretch_is_refused(with_halo):
     mesh = make_mesh(TRAIN, (1, 1, 1, 4))
-    halo = lambda x: with_left_halo(x, 3, SEQUENCE)
+    halo = lambda x: with_halo(x, 3, SEQUENCE)
     cut = P(None, SEQUENCE)
     with pytest.raises(ValueError, match="a halo of 3 positions reaches past a stretch of 2"):
         jax.shard_map(halo, mesh=mesh, in_specs=cut, out_specs=cut)(jnp.ones((1, 8, 2)))

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from mimo_jax.train import muon
+from mimo_jax.train.schedule import WSD, make_schedule
 
 E, D, F = 7, 28, 20
 
@@ -204,7 +205,7 @@ def test_marks_as_a_tree_and_their_check() -> None:
 def test_muon_fits_a_linear_map_with_a_decaying_rate() -> None:
     goal, x = normal(18, D, F), normal(19, 96, D)
     params = {"w": jnp.zeros((D, F))}
-    rate = muon.wsd_or_linear_schedule(0.5, num_steps=120, warmup_steps=3, decay_fraction=0.8)
+    rate = make_schedule(WSD, 0.5, num_steps=120, warmup_steps=3, decay_fraction=0.8)
     optimizer = muon.muon_or_adamw(params, muon_lr=rate, adamw_lr=rate, weight_decay=0.0)
 
     def loss_of(params: dict[str, jax.Array]) -> jax.Array:
@@ -220,17 +221,3 @@ def test_muon_fits_a_linear_map_with_a_decaying_rate() -> None:
     for _ in range(120):
         params, state = step(params, state)
     assert loss_of(params) < 1e-4 * first
-
-
-def test_schedule_worked_example() -> None:
-    rate = muon.wsd_or_linear_schedule(1.0, num_steps=10, warmup_steps=2, decay_fraction=0.4)
-    expected = [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0]
-    np.testing.assert_allclose([rate(step) for step in range(12)], expected, atol=1e-6)
-    np.testing.assert_allclose(rate(jnp.arange(12)), expected, atol=1e-6)
-
-
-def test_schedule_without_plateau_and_bad_arguments() -> None:
-    rate = muon.wsd_or_linear_schedule(2.0, num_steps=4, warmup_steps=0, decay_fraction=1.0)
-    np.testing.assert_allclose(rate(jnp.arange(5)), [2, 1.5, 1, 0.5, 0], atol=1e-6)
-    with pytest.raises(ValueError, match="decay_fraction"):
-        muon.wsd_or_linear_schedule(1.0, num_steps=4, warmup_steps=0, decay_fraction=0.0)

@@ -30,11 +30,11 @@ from mimo_jax.text import bpe
 from mimo_jax.train import recipe
 from mimo_jax.train.config import QatConfig, TargetTrainConfig
 from mimo_jax.train.data import PackedRows, pack_documents
+from mimo_jax.train.optimizer import make_optimizer
 from mimo_jax.train.placement import place_params
 from mimo_jax.train.step import (
     Batch,
     init_state,
-    make_optimizer,
     make_target_eval,
     make_target_step,
     place_batch,

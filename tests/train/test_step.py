@@ -24,10 +24,10 @@ from mimo_jax.train.config import DrafterTrainConfig, TargetTrainConfig
 from mimo_jax.train.data import PackedRows, pack_documents
 from mimo_jax.train.drafter_step import draft_logits_at_anchors, make_drafter_step
 from mimo_jax.train.evaluate import make_propose, simulated_accept_length
+from mimo_jax.train.optimizer import make_optimizer
 from mimo_jax.train.step import (
     Batch,
     init_state,
-    make_optimizer,
     make_target_eval,
     make_target_step,
 )
