@@ -31,7 +31,7 @@ class Arguments:
     """Train a small target, let it write, and distil a DFlash drafter on what it wrote."""
 
     config: Path
-    """Python file with get_config() -> ExperimentConfig; see configs/."""
+    """Python file with get_config() -> ExperimentConfig or DistillConfig; see configs/."""
     run_dir: Path | None = None
     """Where the run lives; default runs/NAME. An unfinished run there is resumed."""
     mesh: str | None = None
@@ -68,6 +68,8 @@ def run(arguments: Arguments, group: ProcessGroup) -> None:
     logging.set_verbosity(logging.WARNING)  # at INFO Orbax reports every save in ten lines
     from mimo_jax.sharding import parse_mesh
     from mimo_jax.train import dry_run, recipe
+    from mimo_jax.train.config import DistillConfig
+    from mimo_jax.train.distill import run_distillation
 
     config = load_config(arguments.config)
     if arguments.mesh is not None:
@@ -81,7 +83,8 @@ def run(arguments: Arguments, group: ProcessGroup) -> None:
             Console().print(dry_run.table(found))
         return
     run_dir = arguments.run_dir or Path("runs") / config.name
-    out = recipe.run_recipe(config, run_dir, group, arguments.tensorboard)
+    run_all = run_distillation if isinstance(config, DistillConfig) else recipe.run_recipe
+    out = run_all(config, run_dir, group, arguments.tensorboard)
     if group.is_first:
         print(f"exported to {out}")
 

@@ -15,8 +15,10 @@ from mimo_jax.bench.options import (
     Load,
     Lossless,
     Moe,
+    Optimizers,
     Prefix,
     Qat,
+    Train,
 )
 
 
@@ -61,7 +63,8 @@ def run_qat(arguments: Qat) -> int:
     from mimo_jax.bench import qat_bench as bench
     from mimo_jax.checkpoint.safetensors_reader import CheckpointError
     from mimo_jax.train.provenance import machine
-    from mimo_jax.train.recipe import load_float_target, read_rows
+    from mimo_jax.train.row_files import read_rows
+    from mimo_jax.train.start import load_float_target
 
     console = Console()
     texts = read_rows(arguments.text)
@@ -86,6 +89,50 @@ def run_qat(arguments: Qat) -> int:
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         results = {"machine": machine(), "rule": arguments.rule, "scenes": rows}
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+def run_optimizers(arguments: Optimizers) -> int:
+    """Trains with every rate, prints curves and the count of steps, writes the JSON."""
+    from mimo_jax.bench import optimizers_bench as bench
+    from mimo_jax.checkpoint.hf_target import open_target
+    from mimo_jax.checkpoint.safetensors_reader import CheckpointError
+    from mimo_jax.text.tokenizer import Tokenizer
+    from mimo_jax.train.muon import ADAMW, MUON
+    from mimo_jax.train.provenance import machine
+
+    console = Console()
+    try:
+        packed, _ = open_target(arguments.checkpoint)
+        tokenizer = Tokenizer.from_file(arguments.checkpoint)
+    except (CheckpointError, OSError, ValueError) as error:
+        console.print(f"bench: {error}", markup=False)
+        return 2
+    moe = None if packed.moe is None else dataclasses.replace(packed.moe, is_mxfp4=False)
+    text = bench.read_text(tokenizer, bench.CHARS, arguments.row_len)
+    runs = bench.measure(
+        dataclasses.replace(packed, moe=moe),
+        text,
+        {ADAMW: arguments.adamw_rates, MUON: arguments.muon_rates},
+        num_steps=arguments.steps,
+        batch_rows=arguments.batch_rows,
+        eval_every=arguments.eval_every,
+    )
+    rows = {
+        f"{name} {run.rate:g}": {f"step {step}": loss for step, loss in run.losses.items()}
+        for name, of_rate in runs.items()
+        for run in of_rate
+    }
+    last = list(next(iter(rows.values())))
+    fifths = [last[max(len(last) * k // 5, 1) - 1] for k in range(1, 6)]
+    shown = dict.fromkeys(fifths, ".3f")
+    console.print(_table("Held-out loss, nats per token", rows, shown, of="optimizer, rate"))
+    summary = bench.compare(runs)
+    console.print(json.dumps(summary, indent=1), markup=False)
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        results = {"machine": machine(), "summary": summary, "losses": rows}
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
@@ -466,6 +513,70 @@ _FORM_COLUMNS = {
     "over_first": ".2f",
     "temp_mb": ",.2f",
     "weights_per_ns": ".2f",
+}
+
+
+def run_train(arguments: Train) -> int:
+    """Both forms of the loss in turns, the cost of an anchor by row length, a long step; JSON."""
+    from mimo_jax.bench import train_bench as bench
+    from mimo_jax.checkpoint.safetensors_reader import CheckpointError
+    from mimo_jax.config import ConfigError, require
+    from mimo_jax.train.provenance import machine
+
+    console = Console()
+    try:
+        for name in ("row_len", "anchors", "long_row_len", "long_anchors", "rounds"):
+            size = getattr(arguments, name)
+            require(size >= 1, f"{name} {size} must be >= 1")
+        require(
+            arguments.long_row_len % 1024 == 0,
+            f"long_row_len {arguments.long_row_len} must be a multiple of 1024",
+        )
+        pair = bench.load_pair(arguments.checkpoint)
+    except (CheckpointError, ConfigError, OSError, ValueError) as error:
+        console.print(f"bench: {error}", markup=False)
+        return 2
+    row = (arguments.row_len, arguments.anchors)
+    forms = bench.time_losses(
+        pair,
+        {
+            bench.OURS: (bench.OURS, *row, bench.BLOCK_CHUNK),
+            "ours, one chunk": (bench.OURS, *row, None),
+            bench.DENSE: (bench.DENSE, *row, None),
+        },
+        rounds=arguments.rounds,
+    )
+    title = f"Loss and gradient, a row of {row[0]:,} with {row[1]} anchors"
+    console.print(_table(title, forms, _SIGNAL_COLUMNS, of="form"))
+    long_row = (arguments.long_row_len, arguments.long_anchors, bench.LONG_BLOCK_CHUNK)
+    by_length = bench.time_losses(
+        pair,
+        {
+            f"{row[0]:,}": (bench.OURS, *row, bench.BLOCK_CHUNK),
+            f"{long_row[0]:,}": (bench.OURS, *long_row),
+        },
+        rounds=min(3, arguments.rounds),
+        is_processor_time=True,
+    )
+    title = "Loss and gradient by row length, processor time"
+    console.print(_table(title, by_length, _SIGNAL_COLUMNS, of="row"))
+    step = {"long row": bench.long_step(pair, *long_row)}
+    columns = {"signals": ",d", "seconds": ".1f", "temp_mb": ",.0f", "loss": ".3f"}
+    console.print(_table(f"A whole step on a row of {long_row[0]:,}", step, columns, of="step"))
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        results = {"machine": machine(), "forms": forms, "by_length": by_length, "step": step}
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+_SIGNAL_COLUMNS = {
+    "signals": ",d",
+    "seconds": ".2f",
+    "signals_per_s": ",.0f",
+    "ms_per_anchor": ".2f",
+    "over_first": ".2f",
+    "temp_mb": ",.0f",
 }
 
 

@@ -34,6 +34,7 @@ from mimo_jax.train.config import RegenerateConfig
 from mimo_jax.train.corpora.build import build_corpus
 from mimo_jax.train.data import PackedRows, pack_documents
 from mimo_jax.train.regenerate import regenerate
+from mimo_jax.train.row_files import read_rows, write_rows
 
 LENGTHS = (3, 5)  # blocks beside each drafter's longest
 ROW_LEN = 256
@@ -72,7 +73,7 @@ def answer_rows(
       heldout: Prompts that must not be among them.
       on_progress: (scene, tokens so far, tokens wanted).
     """
-    rows = recipe.read_rows(directory) if directory.exists() else {}
+    rows = read_rows(directory) if directory.exists() else {}
     if rows:
         return rows
     settings, made = RegenerateConfig(), []
@@ -92,7 +93,7 @@ def answer_rows(
         )
         made.append((scene, pack_documents(pairs, ROW_LEN, pad_id=recipe.PAD_ID, seed=0)))
     for scene, packed in made:  # all or nothing: a directory that has rows is taken as it is
-        recipe.write_rows(directory / f"{scene}.npz", packed)
+        write_rows(directory / f"{scene}.npz", packed)
     return dict(made)
 
 

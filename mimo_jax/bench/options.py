@@ -84,6 +84,29 @@ class Lossless:
 
 
 @dataclasses.dataclass(frozen=True)
+class Train:
+    """Signals per second and memory of the drafter's loss against one dense mask, and a long row.
+
+    Takes about 5 minutes on 2 quiet cores and 8 GB of memory, for the dense mask.
+    """
+
+    checkpoint: Path = Path("assets/mimo-nano")
+    """Checkpoint directory with a drafter in dflash/."""
+    row_len: int = 4096
+    """Tokens of the row that both forms get."""
+    anchors: int = 512
+    """Draft blocks in it."""
+    long_row_len: int = 32768
+    """Tokens of the long row; a multiple of 1,024."""
+    long_anchors: int = 2944
+    """Draft blocks in it."""
+    rounds: int = 5
+    """Calls of each form."""
+    json: Path | None = Path("out/bench/train.json")
+    """Where the figures are written."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Prefix:
     """Time to the first token and of a job whose prompts share a system prompt, read once or not.
 
@@ -200,3 +223,29 @@ class Fp8:
     """Calls of each form."""
     json: Path | None = None
     """Also write the figures here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizers:
+    """Steps that Muon needs to come to AdamW's held-out loss.
+
+    An untrained target shaped as the embedded one, each optimizer with each of its rates, from the
+    same weights on the same batches. Takes about 8 minutes of one CPU core.
+    """
+
+    checkpoint: Path = Path("assets/mimo-nano")
+    """Gives the architecture and the tokenizer; its weights are not used."""
+    steps: int = 120
+    """Of each run."""
+    batch_rows: int = 8
+    """Rows per step."""
+    row_len: int = 128
+    """Tokens per row."""
+    eval_every: int = 6
+    """Steps between evaluations of held-out loss."""
+    adamw_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
+    """Peak rates of AdamW, for all weights."""
+    muon_rates: tuple[float, ...] = (4e-3, 1.2e-2, 4e-2)
+    """Peak rates of Muon, for matrices; the rest has AdamW's middle rate."""
+    json: Path | None = Path("out/bench/optimizers.json")
+    """Where the figures are written."""

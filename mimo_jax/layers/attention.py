@@ -154,6 +154,53 @@ def attend_in_causal_chunks(
     return jnp.concatenate(out, axis=1) if len(out) > 1 else out[0]
 
 
+def attend_in_causal_sections(
+    queries: Float[Array, "b t n h"],
+    keys: Float[Array, "b k t h"],
+    values: Float[Array, "b k t hv"],
+    key_mask_fn,
+    *,
+    chunk_len: int,
+    num_sections: int = 8,
+    sink: Float[Array, "n"] | None = None,
+) -> Float[Array, "b t n hv"]:
+    """As `attend_in_causal_chunks` for rows so long that their mask and program would be, too.
+
+    A loop over chunks in each of a few sections, against the keys up to the section's end: 9/16 of
+    all scores for 8 sections, one chunk of them and of the mask at a time, and made again on the
+    way back.
+
+    Args:
+      queries: [b, t, n, h] with t divisible by chunk_len * num_sections.
+      keys: [b, k, t, h].
+      values: [b, k, t, hv].
+      key_mask_fn: Maps (query index [b,q], key index [b,s], both into the row) to a causal mask
+        [b,q,s].
+      chunk_len: Queries at a time.
+      num_sections: Loops.
+      sink: As in `attend`.
+    """
+    b, t, n, _ = queries.shape
+    section_len = t // num_sections
+    out = []
+    for start in range(0, t, section_len):
+        end = start + section_len
+        keys_to_end, values_to_end = keys[:, :, :end], values[:, :, :end]
+        key_idx = jnp.broadcast_to(jnp.arange(end, dtype=jnp.int32)[None], (b, end))
+
+        @jax.checkpoint
+        def of_chunk(chunk, keys=keys_to_end, values=values_to_end, key_idx=key_idx):
+            queries, query_idx = chunk
+            mask = key_mask_fn(jnp.broadcast_to(query_idx[None], (b, chunk_len)), key_idx)
+            return attend(queries, [Stretch(keys, values, mask)], sink=sink)
+
+        chunks = queries[:, start:end].reshape(b, -1, chunk_len, n, queries.shape[3])
+        index = jnp.arange(start, end, dtype=jnp.int32).reshape(-1, chunk_len)
+        found = jax.lax.map(of_chunk, (jnp.moveaxis(chunks, 1, 0), index))
+        out.append(jnp.moveaxis(found, 0, 1).reshape(b, section_len, n, -1))
+    return jnp.concatenate(out, axis=1)
+
+
 def attend_in_window_chunks(
     queries: Float[Array, "b t n h"],
     keys: Float[Array, "b k t h"],

@@ -25,6 +25,7 @@ from mimo_jax.layers.attention import (
     Stretch,
     attend,
     attend_in_causal_chunks,
+    attend_in_causal_sections,
     attend_in_window_chunks,
 )
 from mimo_jax.layers.linear import linear, psum_over
@@ -43,6 +44,8 @@ from pallas_kernels.grouped_matmul.tiles import TiledWeights
 
 # Queries per chunk of a global layer over a whole row.
 _ROW_CHUNK_LEN = 128
+# Beyond it a row's mask alone is over 64 MB, and its chunks are too many to write out.
+_LONG_ROW_LEN = 8192
 
 
 def _anywhere(x, axes):
@@ -509,6 +512,11 @@ def mix_whole_rows(config: TargetConfig, segment_ids: Int[Array, "b t"]) -> Call
             mask_fn = lambda q, s: row_mask(q, s, window)
             return attend_in_window_chunks(
                 queries, keys, values, mask_fn, chunk_len=window, sink=sink
+            )
+        if t > _LONG_ROW_LEN and t % (8 * _ROW_CHUNK_LEN) == 0:
+            mask_fn = lambda q, s: row_mask(q, s, window)
+            return attend_in_causal_sections(
+                queries, keys, values, mask_fn, chunk_len=_ROW_CHUNK_LEN, sink=sink
             )
         if window not in whole_mask:
             whole_mask[window] = row_mask(index, index, window)

@@ -12,6 +12,7 @@ into files.
 
 import collections
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -87,11 +88,8 @@ def read_prompts(
             held_out |= {asked_text(record), tuple(prompt_ids_of(text_format, record))}
     held_out -= {None, ()}
     prompts, left_out, where = [], collections.Counter[str](), {}
-    num_read = 0
-    for record in read_source(options.data):
-        if num_read == options.limit:
-            break
-        num_read += 1
+    end = None if options.limit is None else options.skip + options.limit
+    for record in itertools.islice(read_source(options.data), options.skip, end):
         first = where.setdefault(record.line_id, record.where)
         require(
             first is record.where,

@@ -43,10 +43,12 @@ class AnswerOptions:
     """Of all answers; each has its own, made of this and its id."""
     samples: int = 1
     """Answers per prompt; more than one needs a temperature."""
+    skip: int = 0
+    """Prompts to pass over, from the beginning of the data."""
     limit: Annotated[
         int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")
     ] = None
-    """Prompts to answer, from the beginning of the data."""
+    """Prompts to answer, from there on."""
     exclude: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Data whose prompts are held out: they are left out here."""
     thinking: Literal["default", "on", "off"] = "default"
@@ -69,6 +71,7 @@ class AnswerOptions:
             require(
                 value is None or value >= 1, f"{name} {value} is out of range; allowed: >= 1"
             )
+        require(self.skip >= 0, f"skip {self.skip} is out of range; allowed: >= 0")
         require(
             self.samples == 1 or self.temperature > 0,
             f"samples {self.samples} has no meaning at temperature 0, where all answers are the "

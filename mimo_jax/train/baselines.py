@@ -24,11 +24,12 @@ from mimo_jax.models.params import flatten, split, unflatten
 from mimo_jax.train.budget import Spent, Training, train_for_seconds
 from mimo_jax.train.config import DrafterTrainConfig
 from mimo_jax.train.data import PackedRows, batch_for_step
+from mimo_jax.train.drafter_run import balance_taps
 from mimo_jax.train.drafter_step import make_drafter_step
 from mimo_jax.train.eagle_step import make_eagle_step
 from mimo_jax.train.mtp_step import make_mtp_step
 from mimo_jax.train.optimizer import make_optimizer
-from mimo_jax.train.recipe import balance_taps
+from mimo_jax.train.row_checks import check_rows
 from mimo_jax.train.step import Batch, eval_params, init_state, place_batch, run_target
 
 DFLASH, EAGLE, MTP = "dflash", "eagle3", "mtp"
@@ -117,9 +118,14 @@ def train_baseline(
       run_dir: Where runs live.
       seed: Of weights, batches and anchors.
 
+    Raises:
+      ConfigError: If rows hold ids of another vocabulary or nothing to learn.
+
     Example: `train_baseline("eagle3", target, dflash.config, rows, 480, Path("out/drafters"))[0]`
       is a `Model` for `LLM` or `Engine`.
     """
+    for scene, packed in rows.items():
+        check_rows(scene, packed, target.config.vocab_size)
     train = train_config(kind, rows)
     drafter = fresh(kind, like, target.config, seed + 1)
     first = place_batch(batch_for_step(rows, train.mix, 16, seed, 0))

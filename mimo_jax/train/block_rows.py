@@ -36,7 +36,7 @@ class DraftBlocks(NamedTuple):
 
 
 # How the fields of DraftBlocks are cut over a mesh.
-BLOCK_SPECS = DraftBlocks(P(ROWS, SEQUENCE), P(BLOCKS), P(BLOCKS))
+BLOCK_SPECS = DraftBlocks._make((P(ROWS, SEQUENCE), P(BLOCKS), P(BLOCKS)))
 
 
 def draw_blocks(

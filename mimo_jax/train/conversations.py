@@ -22,7 +22,7 @@ from typing import Any
 from mimo_jax.config import ConfigError, require
 from mimo_jax.text.chat import render_chat
 from mimo_jax.text.tokenizer import Tokenizer
-from mimo_jax.train.data import Document
+from mimo_jax.train.data import Document, prompt_of
 from mimo_jax.train.records import Record, check_text
 
 # Whether the model thinks: as the template has it, or as its `enable_thinking` says. A drafter
@@ -232,8 +232,7 @@ def prompt_ids_of(format_: TextFormat, record: Record) -> list[int]:
       ConfigError: In one line naming the record, if it does not fit the model.
     """
     if record.document is not None:
-        ids, mask = record.document
-        ids = [i for i, is_answer in zip(ids, mask, strict=True) if not is_answer]
+        ids = prompt_of(record.document)
     elif record.messages is not None:
         ids = format_.encode(format_.render(record, num_prompt_messages(record), True), record)
     else:

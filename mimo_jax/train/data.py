@@ -78,6 +78,18 @@ def documents_of(rows: PackedRows) -> Iterator[Document]:
             yield Document(token_ids[here].tolist(), loss_mask[here].tolist())
 
 
+def prompt_of(document: Document) -> list[int]:
+    """All ids before the last stretch that is learned: earlier answers are part of it.
+
+    Example: loss_mask 0 1 0 1 1 0 -> the first three ids; nothing learned -> all of them.
+    """
+    learned = np.flatnonzero(document.loss_mask)
+    if not len(learned):
+        return list(document.token_ids)
+    given = np.flatnonzero(~np.asarray(document.loss_mask, bool)[: learned[-1]])
+    return list(document.token_ids[: given[-1] + 1 if len(given) else 0])
+
+
 def pack_documents(
     docs: Iterable[tuple[Sequence[int], Sequence[int]]],
     row_len: int,

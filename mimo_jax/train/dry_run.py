@@ -13,6 +13,7 @@ where the devices are not real, or the step does not fit this machine, there is 
 import math
 import os
 import statistics
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,23 +23,39 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
+from mimo_jax.config import TargetConfig
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import abstract, split
 from mimo_jax.models.target import Target
 from mimo_jax.sharding import TRAIN, full_sizes
 from mimo_jax.timing import Stopwatch
-from mimo_jax.train.config import ExperimentConfig, TrainConfig
+from mimo_jax.train.config import DistillConfig, ExperimentConfig, TrainConfig
 from mimo_jax.train.data import PackedRows
 from mimo_jax.train.drafter_step import make_drafter_step
 from mimo_jax.train.optimizer import make_optimizer
 from mimo_jax.train.placement import ROWS, num_row_parts, param_shardings, state_shardings
-from mimo_jax.train.recipe import run_mesh
-from mimo_jax.train.step import Batch, init_state, make_target_step, place_batch
+from mimo_jax.train.start import load_float_target, run_mesh
+from mimo_jax.train.step import (
+    Batch,
+    init_state,
+    make_target_step,
+    place_batch,
+)
 
 _TIMED_STEPS = 3
 
 
-def provide_devices(config: ExperimentConfig) -> None:
+type RunConfig = ExperimentConfig | DistillConfig
+
+
+def target_config(config: RunConfig) -> TargetConfig:
+    """Architecture of the target: its weights in float, as training holds them."""
+    if isinstance(config, ExperimentConfig):
+        return config.target
+    return load_float_target(Path(config.checkpoint)).config
+
+
+def provide_devices(config: RunConfig) -> None:
     """On CPUs, as many devices as the config's mesh has; before JAX touches any."""
     count = math.prod(config.mesh)
     if count > 1:
@@ -48,30 +65,36 @@ def provide_devices(config: ExperimentConfig) -> None:
             pass
 
 
-def counts(config: ExperimentConfig) -> dict[str, Any]:
+def counts(config: RunConfig) -> dict[str, Any]:
     """Parameters, steps and tokens; compiles nothing."""
 
     def count(make_module) -> int:
         _, params = abstract(make_module)
         return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
 
-    target, drafter = config.target_train, config.drafter_train
-    return {
+    drafter, rounds = config.drafter_train, 1
+    found: dict[str, Any] = {
         "name": config.name,
         "mesh": dict(zip(TRAIN.mesh_axes, full_sizes(TRAIN, config.mesh), strict=True)),
-        "target": {
+    }
+    if isinstance(config, ExperimentConfig):
+        target = config.target_train
+        found["target"] = {
             "parameters": count(lambda: Target(config.target, rngs=nnx.Rngs(0))),
             "steps": target.num_steps,
             "tokens": target.num_steps * target.batch_rows * config.corpus.row_len,
-        },
-        "regenerated_tokens": config.regenerate.num_tokens,
-        "drafter": {
-            "parameters": count(lambda: Drafter(config.drafter, rngs=nnx.Rngs(0))),
-            "steps": drafter.num_steps,
-            "tokens": drafter.num_steps * drafter.batch_rows * drafter.row_len,
-            "blocks": drafter.num_steps * drafter.batch_rows * drafter.num_anchors,
-        },
+        }
+        found["regenerated_tokens"] = config.regenerate.num_tokens
+    else:
+        rounds = config.rounds
+    steps = drafter.num_steps * rounds
+    found["drafter"] = {
+        "parameters": count(lambda: Drafter(config.drafter, rngs=nnx.Rngs(0))),
+        "steps": steps,
+        "tokens": steps * drafter.batch_rows * drafter.row_len,
+        "blocks": steps * drafter.batch_rows * drafter.num_anchors,
     }
+    return found
 
 
 def _placed(shapes, shardings):
@@ -113,11 +136,11 @@ def lower_target_step(config: ExperimentConfig, mesh: Mesh | None) -> jax.stages
     return step.lower(_state_shapes(params, optimizer, train, mesh), batch)
 
 
-def lower_drafter_step(config: ExperimentConfig, mesh: Mesh | None) -> jax.stages.Lowered:
+def lower_drafter_step(config: RunConfig, mesh: Mesh | None) -> jax.stages.Lowered:
     """A whole optimizer step of the drafter, the frozen target's forward included; float32."""
-    train, model = config.drafter_train, config.drafter
+    train, model, frozen = config.drafter_train, config.drafter, target_config(config)
     target_graph, target_params = abstract(
-        lambda: Target(config.target, rngs=nnx.Rngs(0), dtype=jnp.float32)
+        lambda: Target(frozen, rngs=nnx.Rngs(0), dtype=jnp.float32)
     )
     graph, params = abstract(lambda: Drafter(model, rngs=nnx.Rngs(0), dtype=jnp.float32))
     mask = jax.ShapeDtypeStruct((model.hidden_size,), jnp.float32)
@@ -166,22 +189,25 @@ def _seconds_per_step(step, state, *args) -> float:
     return statistics.median(durations[1:])
 
 
-def _time_steps(config: ExperimentConfig, target_step, drafter_step) -> dict[str, float]:
-    """Seconds of a step of either training, on one device with fresh weights."""
-    vocab_size = config.target.vocab_size
-    params = jax.jit(lambda: split(Target(config.target, rngs=nnx.Rngs(0)))[1])()
+def _fresh_state(params, train: TrainConfig):
+    return init_state(params, make_optimizer(params, train), has_ema=train.ema_decay > 0)
+
+
+def _time_steps(config: RunConfig, steps: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a step of each training, on one device with fresh weights."""
+    model, seconds = target_config(config), {}
+    params = jax.jit(lambda: split(Target(model, rngs=nnx.Rngs(0)))[1])()
     frozen = jax.tree.map(jnp.copy, params)
-    train = config.target_train
-    state = init_state(params, make_optimizer(params, train), has_ema=train.ema_decay > 0)
-    batch = _random_batch(train.batch_rows, config.corpus.row_len, vocab_size)
-    seconds = {"target": _seconds_per_step(target_step, state, batch)}
+    if isinstance(config, ExperimentConfig):
+        train = config.target_train
+        batch = _random_batch(train.batch_rows, config.corpus.row_len, model.vocab_size)
+        seconds["target"] = _seconds_per_step(steps["target"], _fresh_state(params, train), batch)
     params = jax.jit(lambda: split(Drafter(config.drafter, rngs=nnx.Rngs(1)))[1])()
     trained = {"drafter": params, "mask_embedding": jnp.ones((config.drafter.hidden_size,))}
     train = config.drafter_train
-    optimizer = make_optimizer(trained, train)
-    state = init_state(trained, optimizer, has_ema=train.ema_decay > 0)
-    batch = _random_batch(train.batch_rows, train.row_len, vocab_size)
-    seconds["drafter"] = _seconds_per_step(drafter_step, state, frozen, batch, jnp.int32(0))
+    batch = _random_batch(train.batch_rows, train.row_len, model.vocab_size)
+    state = _fresh_state(trained, train)
+    seconds["drafter"] = _seconds_per_step(steps["drafter"], state, frozen, batch, jnp.int32(0))
     return seconds
 
 
@@ -199,8 +225,8 @@ def _why_untimed(mesh: Mesh | None, peak_bytes: int) -> str | None:
     return None
 
 
-def dry_run(config: ExperimentConfig) -> dict[str, Any]:
-    """Builds both train steps and says what they take.
+def dry_run(config: RunConfig) -> dict[str, Any]:
+    """Builds the train steps of a run and says what they take.
 
     Args:
       config: Of the run.
@@ -215,15 +241,18 @@ def dry_run(config: ExperimentConfig) -> dict[str, Any]:
     """
     mesh = run_mesh(config)
     found = counts(config)
+    lowered = {"drafter": lower_drafter_step(config, mesh)}
+    if isinstance(config, ExperimentConfig):
+        lowered = {"target": lower_target_step(config, mesh)} | lowered
     steps = {}
-    for name, lower in (("target", lower_target_step), ("drafter", lower_drafter_step)):
-        steps[name], facts = _compile(lower(config, mesh))
+    for name, program in lowered.items():
+        steps[name], facts = _compile(program)
         found[name] |= facts
     largest = max(found[name]["peak_bytes"] for name in steps)
     found["why_untimed"] = _why_untimed(mesh, largest)
     timed: dict[str, float] = {}
     if found["why_untimed"] is None:
-        timed = _time_steps(config, steps["target"], steps["drafter"])
+        timed = _time_steps(config, steps)
     for name in steps:
         each = timed.get(name)
         total = None if each is None else round(each * found[name]["steps"], 3)
@@ -251,19 +280,22 @@ def table(found: dict[str, Any]) -> Table:
     """What `dry_run` found, to print."""
     megabytes = lambda n: f"{n / 1e6:,.1f} MB"
     mesh = "x".join(map(str, found["mesh"].values()))
-    caption = f"{found['regenerated_tokens']:,} tokens are regenerated in between. "
+    stages = [name for name in ("target", "drafter") if name in found]
+    caption = ""
+    if "regenerated_tokens" in found:
+        caption = f"{found['regenerated_tokens']:,} tokens are regenerated in between. "
     caption += (
         f"Not timed: {found['why_untimed']}."
         if found["seconds"] is None
-        else f"Both trainings {_duration(found['seconds'])}, from {_TIMED_STEPS} steps each; "
+        else f"In all {_duration(found['seconds'])}, from {_TIMED_STEPS} steps each; "
         "text, regeneration, evaluation and saving not counted."
     )
     title = f"{found['name']}, mesh {mesh}"
     out = Table(title=title, caption=caption, caption_justify="left", min_width=64)
     out.add_column("")
-    for name in ("target", "drafter"):
+    for name in stages:
         out.add_column(name, justify="right")
-    row = lambda label, show: out.add_row(label, *(show(found[n]) for n in ("target", "drafter")))
+    row = lambda label, show: out.add_row(label, *(show(found[n]) for n in stages))
     row("parameters", lambda stage: f"{stage['parameters']:,}")
     row("steps", lambda stage: f"{stage['steps']:,}")
     row("tokens", lambda stage: f"{stage['tokens']:,}")

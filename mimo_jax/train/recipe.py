@@ -21,66 +21,59 @@ those of a process alone (to split a scene would change which answers count into
 import dataclasses
 import functools
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import logging
 from flax import nnx
 from jax.sharding import Mesh
 
-from mimo_jax.checkpoint.hf_drafter import load_drafter, save_drafter
-from mimo_jax.checkpoint.hf_target import load_target, open_target, save_target
+from mimo_jax.checkpoint.hf_drafter import save_drafter
+from mimo_jax.checkpoint.hf_target import load_target, save_target
 from mimo_jax.config import require
 from mimo_jax.decode.placement import Model
 from mimo_jax.decode.request import Request
-from mimo_jax.decode.stats import AcceptStats
 from mimo_jax.distributed import ALONE, ProcessGroup
-from mimo_jax.layers.dispatch import PADDED, RAGGED
-from mimo_jax.models.drafter import Drafter
-from mimo_jax.models.packing import pack_experts, unpack_experts
+from mimo_jax.models.packing import pack_experts
 from mimo_jax.models.params import abstract, flatten, split, unflatten
 from mimo_jax.models.target import Target
-from mimo_jax.sharding import TRAIN, connect, full_sizes, make_mesh, to_host
+from mimo_jax.sharding import connect, to_host
 from mimo_jax.text import bpe
 from mimo_jax.text.tokenizer import Tokenizer
 from mimo_jax.train import loop
-from mimo_jax.train.config import ExperimentConfig, TrainConfig
+from mimo_jax.train.config import ExperimentConfig
 from mimo_jax.train.corpora.build import build_corpus, write_prompts
 from mimo_jax.train.corpora.chat_format import NANO_CHAT_TEMPLATE
-from mimo_jax.train.data import PackedRows, batch_for_step, pack_documents
-from mimo_jax.train.drafter_step import make_drafter_step
-from mimo_jax.train.evaluate import (
-    known_requests,
-    make_propose,
-    make_real_accept_length,
-    simulate,
+from mimo_jax.train.data import Document, PackedRows, batch_for_step, pack_documents
+from mimo_jax.train.drafter_run import (
+    Runtime,
+    Text,
+    one_per_row,
+    read_trained,
+    run_settings,
+    train_drafter,
 )
 from mimo_jax.train.near_ties import NEAR_TIE, smallest_margins, ties_last
 from mimo_jax.train.optimizer import make_optimizer
 from mimo_jax.train.pipeline import Batches, own_rows
-from mimo_jax.train.placement import param_shardings, place_params, whole_over_data
+from mimo_jax.train.placement import param_shardings, place_params
 from mimo_jax.train.provenance import record
 from mimo_jax.train.regenerate import prompts_of, regenerate
 from mimo_jax.train.row_files import dataset_hash, read_rows, write_rows
+from mimo_jax.train.start import load_float_target, load_frozen_target, on_all_devices, run_mesh
 from mimo_jax.train.step import (
-    Batch,
     TrainState,
     eval_params,
     init_state,
     make_target_eval,
     make_target_step,
     place_batch,
-    run_target,
-    sparse_layer,
 )
 
 PAD_ID = 0  # <|endoftext|>; padding is masked by segment 0
-REAL_PROMPTS = 4  # of each scene, decoded at every evaluation of a drafter
 STOP_IDS = (0, 2)  # <|endoftext|>, <|im_end|>
 
 
@@ -114,49 +107,6 @@ def build_corpus_stage(config: ExperimentConfig, run_dir: Path) -> None:
             logging.info("%s %s: %d documents, %d tokens", split_name, scene, len(docs), num_tokens)
     write_prompts(corpus, out / "prompts")
     (out / "DONE").write_text(json.dumps(dataclasses.asdict(settings)))
-
-
-def run_settings(train: TrainConfig, **more_meta) -> dict[str, Any]:
-    """What a stage's config says to `loop.run`; more_meta goes into its checkpoints, too."""
-    return {
-        "num_steps": train.num_steps,
-        "save_every": train.save_every,
-        "eval_every": train.eval_every,
-        "meta": {"config": json.loads(json.dumps(dataclasses.asdict(train))), **more_meta},
-    }
-
-
-def on_all_devices(config: ExperimentConfig, group: ProcessGroup) -> ExperimentConfig:
-    """The config with a mesh for all processes: its own, or rows over all devices if it has none.
-
-    Raises:
-      ConfigError: If its mesh leaves out devices of some process, or rows do not divide.
-    """
-    num_devices = jax.device_count()
-    if group.count > 1 and math.prod(config.mesh) == 1:
-        config = dataclasses.replace(config, mesh=full_sizes(TRAIN, (num_devices, 1, 1)))
-    require(
-        group.count == 1 or math.prod(config.mesh) == num_devices,
-        f"mesh {'x'.join(map(str, config.mesh))} has {math.prod(config.mesh)} devices, and "
-        f"{group.count} processes bring {num_devices}: allowed is a mesh of all of them",
-    )
-    return config
-
-
-def run_mesh(config: ExperimentConfig) -> Mesh | None:
-    """The devices of a run: None for a mesh of one.
-
-    Raises:
-      ConfigError: If there are fewer devices, or they cannot dispatch experts as the config asks.
-    """
-    if math.prod(config.mesh) == 1:
-        return None
-    mesh = make_mesh(TRAIN, config.mesh)
-    require(
-        config.dispatch != RAGGED or mesh.devices.flat[0].platform == "gpu",
-        f"dispatch {RAGGED} needs GPUs (XLA has no ragged all-to-all elsewhere); use {PADDED}",
-    )
-    return mesh
 
 
 def target_init(config: ExperimentConfig, mesh: Mesh | None = None):
@@ -221,7 +171,6 @@ def train_target_stage(
         eval_fn=eval_fn,
         batch_of=batch_of,
         has_tensorboard=has_tensorboard,
-        max_bad_steps=train.max_bad_steps,
         **run_settings(train, seed=config.seed, data_hash=dataset_hash(rows)),
         tokens_per_step=train.batch_rows * config.corpus.row_len,
         group=group,
@@ -237,30 +186,6 @@ def train_target_stage(
             written.params,
             extra_config={"eos_token_id": list(STOP_IDS), "pad_token_id": PAD_ID},
         )
-
-
-def load_float_target(directory: Path) -> Model:
-    """A target in float32 throughout, packed experts decoded (which changes no value)."""
-    model = Model(*load_target(directory, dtype=jnp.float32))
-    is_packed = model.config.moe is not None and model.config.moe.is_mxfp4
-    return Model(*unpack_experts(model.config, model.params)) if is_packed else model
-
-
-def load_exported_target(run_dir: Path, mesh: Mesh | None = None) -> Model:
-    """The target as it will be published (rounded), computing in float32.
-
-    The drafter must learn the text of the weights that are shipped. On a mesh every device reads
-    its own part, unless experts are packed: a mesh of training wants them in float.
-    """
-    directory = run_dir / "target" / "export"
-    target_config, _ = open_target(directory)
-    is_packed = target_config.moe is not None and target_config.moe.is_mxfp4
-    if mesh is None or is_packed:
-        model = load_float_target(directory)
-        return dataclasses.replace(model, params=place_params(model.params, mesh))
-    _, like = abstract(lambda: Target(target_config, rngs=nnx.Rngs(0)))
-    shardings = flatten(param_shardings(like, mesh))
-    return Model(*load_target(directory, dtype=jnp.float32, sharding_of=shardings.__getitem__))
 
 
 def scene_stop_ids(scene: str) -> tuple[int, ...]:
@@ -280,7 +205,7 @@ def regenerate_stage(config: ExperimentConfig, run_dir: Path, group: ProcessGrou
         path, heldout_path = out / f"{scene}.npz", out / "heldout" / f"{scene}.npz"
         if path.exists() or number % group.count != group.index:
             continue
-        target = target or load_exported_target(run_dir)
+        target = target or load_frozen_target(run_dir / "target" / "export")
         quota = int(settings.num_tokens * share / sum(mix.values()))
         common: dict[str, Any] = {
             "stop_ids": scene_stop_ids(scene),
@@ -295,13 +220,8 @@ def regenerate_stage(config: ExperimentConfig, run_dir: Path, group: ProcessGrou
             greedy_only=True,
             **common,
         )
-        pages = [
-            pack_documents([pair], row_len, pad_id=PAD_ID, seed=0)
-            for pair in heldout
-            if len(pair[1]) > 1
-        ]
-        stacked = PackedRows(*(np.concatenate(arrays) for arrays in zip(*pages, strict=True)))
-        write_rows(heldout_path, stacked)
+        documents = (Document.of_pair(*pair) for pair in heldout)
+        write_rows(heldout_path, one_per_row(documents, row_len, PAD_ID))
         with loop.progress_bar(is_shown=group.is_first) as bar:
             task = bar.add_task(f"regenerate {scene}", total=quota, figures="tokens")
             pairs = regenerate(
@@ -315,121 +235,17 @@ def regenerate_stage(config: ExperimentConfig, run_dir: Path, group: ProcessGrou
         write_rows(path, pack_documents(pairs, row_len, pad_id=PAD_ID, seed=config.seed))
 
 
-def balance_taps(flat, features, name: str = "w_fuse"):
-    """Scales the rows of an untrained fusion matrix so that every tap weighs the same.
-
-    The residual stream grows with depth (about 4x from the first layer to the last here), and the
-    published drafter has no norm per tap, so an untouched matrix hears the deepest tap only.
-
-    Args:
-      flat: Fresh parameters by name.
-      features: float [b, s, num_taps, d], context features of some training rows.
-      name: Of the fusion matrix [num_taps * d, d].
-    """
-    rms = jnp.sqrt(jnp.mean(features**2, axis=(0, 1, 3)))
-    d = features.shape[3]
-    return flat | {name: flat[name] / jnp.repeat(rms, d)[:, None]}
-
-
-def drafter_init(
-    config: ExperimentConfig, target: Model, rows: dict[str, PackedRows], mesh: Mesh | None
-):
-    """(graph, params) of the drafter before training: fresh with even taps, or the checkpoint's."""
-    model = config.drafter
+def train_drafter_stage(config: ExperimentConfig, runtime: Runtime) -> dict[str, Any]:
+    """Distils the drafter; returns {"drafter": params, "mask_embedding": [d]}."""
+    run_dir = runtime.run_dir
+    target = load_frozen_target(run_dir / "target" / "export", runtime.mesh)
+    text = Text(read_rows(run_dir / "regenerate"), read_rows(run_dir / "regenerate" / "heldout"))
+    model, start = config.drafter, None
     if config.checkpoint is not None:
-        found, graph, params = load_drafter(Path(config.checkpoint) / "dflash", jnp.float32)
-        require(
-            found == model,
-            f"checkpoint {config.checkpoint}/dflash holds another architecture than the config's "
-            "drafter",
-        )
-        return graph, params
-    graph, params = split(Drafter(model, rngs=nnx.Rngs(config.seed + 1)))
-    first = place_batch(batch_for_step(rows, config.drafter_train.mix, 16, config.seed, 0), mesh)
-    run_sparse = sparse_layer(mesh, None, config.dispatch)
-
-    @jax.jit
-    def tap_features(target_params, batch: Batch):
-        merged = nnx.merge(target.graph, whole_over_data(target_params, mesh))
-        options = {"tap_layer_ids": model.target_layer_ids, "run_sparse": run_sparse}
-        out = run_target(merged, batch, mesh, **options)
-        b, s, _ = out.context_features.shape
-        return out.context_features.reshape(b, s, len(model.target_layer_ids), -1)
-
-    features = to_host(tap_features(target.params, first))[:16]
-    return graph, unflatten(params, balance_taps(flatten(params), features))
-
-
-def accept_figures(kind: str, by_scene: dict[str, AcceptStats]) -> dict:
-    """Metrics of an evaluation: accept length and per-position acceptance of each scene."""
-    figures = {scene: stats.to_json() for scene, stats in by_scene.items()}
-    return {
-        f"{kind}_accept_length": {scene: each["tau"] for scene, each in figures.items()},
-        f"{kind}_acceptance": {
-            scene: each["per_position_acceptance"] for scene, each in figures.items()
-        },
-    }
-
-
-def train_drafter_stage(
-    config: ExperimentConfig,
-    run_dir: Path,
-    mesh: Mesh | None = None,
-    group: ProcessGroup = ALONE,
-    has_tensorboard: bool = False,
-):
-    """Distils the drafter; returns its graph and {"drafter": params, "mask_embedding": [d]}."""
-    train, model = config.drafter_train, config.drafter
-    target = load_exported_target(run_dir, mesh)
-    rows = read_rows(run_dir / "regenerate")
-    heldout = read_rows(run_dir / "regenerate" / "heldout")
-    graph, params = drafter_init(config, target, rows, mesh)
-    embedding = to_host(flatten(target.params)["embedding"])
-    trained = {"drafter": params, "mask_embedding": jnp.asarray(embedding[model.mask_token_id])}
-    trained = place_params(trained, mesh)
-    optimizer = make_optimizer(trained, train, mesh)
-    step = make_drafter_step(target.graph, graph, optimizer, train, model, mesh, config.dispatch)
-    propose = make_propose(target.graph, graph, mesh, config.dispatch)
-    batches = Batches(
-        rows, train.mix, train.batch_rows, config.seed, own_rows=own_rows(mesh, train.batch_rows)
+        start = read_trained(Path(config.checkpoint) / "dflash", model, target)
+    return train_drafter(
+        "drafter", target, text, model, config.drafter_train, config.seed, runtime, start
     )
-
-    batch_of = functools.partial(batch_for_step, rows, train.mix, train.batch_rows, config.seed)
-
-    def step_fn(state: TrainState, step_number: int):
-        return step(state, target.params, place_batch(batches[step_number], mesh), config.seed)
-
-    asked = {scene: known_requests(some, REAL_PROMPTS) for scene, some in heldout.items()}
-    real = None  # decoding, as training does not, wants a model in one memory
-    if mesh is None:
-        options = {"max_len": train.row_len, "batch_size": REAL_PROMPTS}
-        real = make_real_accept_length(target, model, **options)
-
-    def eval_fn(state: TrainState) -> dict:
-        by_scene = {
-            scene: simulate(propose, target.params, eval_params(state), scene_rows, mesh)
-            for scene, scene_rows in heldout.items()
-        }
-        found = accept_figures("heldout", by_scene)
-        if real is not None:
-            done = {scene: real(eval_params(state), requests) for scene, requests in asked.items()}
-            found |= accept_figures("real", done)
-        return found
-
-    state = loop.run(
-        "drafter",
-        init_state(trained, optimizer, mesh, has_ema=train.ema_decay > 0),
-        step_fn,
-        run_dir=run_dir,
-        eval_fn=eval_fn,
-        batch_of=batch_of,
-        has_tensorboard=has_tensorboard,
-        max_bad_steps=train.max_bad_steps,
-        **run_settings(train, seed=config.seed, data_hash=dataset_hash(rows)),
-        tokens_per_step=train.batch_rows * train.row_len,
-        group=group,
-    )
-    return graph, eval_params(state)
 
 
 def export_stage(config: ExperimentConfig, run_dir: Path, trained) -> Path:
@@ -456,7 +272,7 @@ def export_stage(config: ExperimentConfig, run_dir: Path, trained) -> Path:
 
 def order_prompts_stage(config: ExperimentConfig, run_dir: Path) -> None:
     """Writes the held-out prompts with those last whose greedy answer passes a near tie."""
-    target = load_exported_target(run_dir)
+    target = load_frozen_target(run_dir / "target" / "export")
     tokenizer = Tokenizer.from_file(run_dir / "export")
     out = run_dir / "prompts"
     out.mkdir(parents=True, exist_ok=True)
@@ -509,8 +325,8 @@ def run_recipe(
         group.barrier("target is exported")
     regenerate_stage(config, run_dir, group)
     group.barrier("answers are written")
-    _, trained = train_drafter_stage(config, run_dir, mesh, group, has_tensorboard)
-    trained = jax.tree.map(to_host, trained)
+    runtime = Runtime(run_dir, mesh, config.dispatch, group, has_tensorboard)
+    trained = jax.tree.map(to_host, train_drafter_stage(config, runtime))
     if group.is_first:
         export_stage(config, run_dir, trained)
         order_prompts_stage(config, run_dir)

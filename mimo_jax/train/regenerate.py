@@ -2,7 +2,8 @@
 
 A drafter must predict what its target would say, not what the corpus says (the difference is
 largest where the target is wrong about the corpus). Prompts come from packed training rows; they
-are decoded through the engine in one continuous batch, some greedily, the rest sampled.
+are decoded through the engine in one continuous batch, some greedily, the rest sampled. A file of
+prompts is `answer_job`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +16,12 @@ from mimo_jax.decode.placement import Model
 from mimo_jax.decode.request import Request
 from mimo_jax.decode.sampling import GREEDY, SAMPLED
 from mimo_jax.train.config import RegenerateConfig
-from mimo_jax.train.data import PackedRows, documents_of
+from mimo_jax.train.data import PackedRows, documents_of, prompt_of
 
 
 def prompts_of(rows: PackedRows) -> Iterator[list[int]]:
-    """Prompt ids of every document: its tokens that carry no loss."""
-    for token_ids, loss_mask in documents_of(rows):
-        yield [i for i, is_answer in zip(token_ids, loss_mask, strict=True) if not is_answer]
+    """Prompt ids of every document."""
+    return map(prompt_of, documents_of(rows))
 
 
 def regenerate(
@@ -34,6 +34,7 @@ def regenerate(
     num_tokens: int,
     seed: int,
     greedy_only: bool = False,
+    drafter: Model | None = None,
     on_progress: Callable[[int], None] = lambda num_tokens: None,
 ) -> list[tuple[list[int], list[int]]]:
     """Answers prompts until about num_tokens tokens are generated or prompts run out.
@@ -47,6 +48,9 @@ def regenerate(
       num_tokens: Generated tokens wanted.
       seed: Of the shuffle, of the greedy share and of the noise.
       greedy_only: Ignore greedy_share.
+      drafter: Of the target, from an earlier round: the answers to the same prompts are the same,
+        and come sooner. How many prompts fit into num_tokens may differ, as rows finish in another
+        order.
       on_progress: Called with the number of tokens so far.
 
     Returns:
@@ -75,6 +79,7 @@ def regenerate(
 
     engine = Engine(
         target,
+        drafter,
         max_len=row_len,
         batch_size=min(config.batch_size, len(usable)),
         mode=GREEDY if greedy_only else SAMPLED,

@@ -21,9 +21,10 @@ def train(run_dir: Path, num_steps: int, mesh, group, pause_s: float = 0.0):
     from mimo_jax.config import GLOBAL, AttentionConfig, TargetConfig
     from mimo_jax.models.params import split
     from mimo_jax.models.target import Target
-    from mimo_jax.train import loop, recipe
+    from mimo_jax.train import loop
     from mimo_jax.train.config import TargetTrainConfig
     from mimo_jax.train.data import pack_documents
+    from mimo_jax.train.drafter_run import run_settings
     from mimo_jax.train.optimizer import make_optimizer
     from mimo_jax.train.pipeline import Batches, own_rows
     from mimo_jax.train.placement import place_params
@@ -60,7 +61,7 @@ def train(run_dir: Path, num_steps: int, mesh, group, pause_s: float = 0.0):
         time.sleep(pause_s)
         return out
 
-    settings = recipe.run_settings(config) | {"num_steps": num_steps}
+    settings = run_settings(config) | {"num_steps": num_steps}
     return loop.run(
         "target", init_state(params, optimizer, mesh), step_fn, run_dir=run_dir, eval_fn=None,
         tokens_per_step=BATCH_ROWS * ROW_LEN, group=group, **settings,

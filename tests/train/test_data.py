@@ -111,6 +111,15 @@ def test_several_answers_of_a_document_are_learned_and_found_again() -> None:
     assert not list(data.documents_of(data.empty_rows(2, 3, pad_id=9)))
 
 
+@pytest.mark.parametrize(
+    ("mask", "prompt"),
+    [("011", [5]), ("0101", [5, 6, 7]), ("010110", [5, 6, 7]), ("000", [5, 6, 7]), ("11", [])],
+)
+def test_a_prompt_ends_where_the_last_answer_begins(mask: str, prompt: list[int]) -> None:
+    ids = list(range(5, 5 + len(mask)))
+    assert data.prompt_of(data.Document(ids, [char == "1" for char in mask])) == prompt
+
+
 def test_small_pool_and_no_documents() -> None:
     docs = make_docs(120)
     assert sorted(unpack(data.pack_documents(docs, 40, pad_id=PAD, seed=0, num_open_rows=1)))

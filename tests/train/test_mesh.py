@@ -21,7 +21,7 @@ from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.params import split
 from mimo_jax.models.target import Target
 from mimo_jax.sharding import SEQUENCE, TRAIN, make_mesh, parse_mesh
-from mimo_jax.train import loop, recipe
+from mimo_jax.train import loop
 from mimo_jax.train.block_mask import with_left_halo, with_right_halo
 from mimo_jax.train.block_rows import (
     draw_blocks,
@@ -36,6 +36,7 @@ from mimo_jax.train.drafter_step import make_drafter_step
 from mimo_jax.train.evaluate import make_propose, simulated_accept_length
 from mimo_jax.train.optimizer import make_optimizer
 from mimo_jax.train.placement import BLOCKS, ROWS, on_own, place_params, state_shardings
+from mimo_jax.train.start import run_mesh
 from mimo_jax.train.step import (
     Batch,
     init_state,
@@ -258,14 +259,14 @@ def test_weights_that_do_not_divide_are_named():
 
 def test_a_run_asks_for_devices_that_are_there():
     config = nano.get_config()
-    assert recipe.run_mesh(config) is None
-    assert recipe.run_mesh(dataclasses.replace(config, mesh=(2, 1, 2))).size == 4
+    assert run_mesh(config) is None
+    assert run_mesh(dataclasses.replace(config, mesh=(2, 1, 2))).size == 4
     eight_rows = dataclasses.replace(config.drafter_train, batch_rows=8)
     many = dataclasses.replace(config, mesh=(2, 4, 2), drafter_train=eight_rows)
     with pytest.raises(ConfigError, match="mesh 2x4x2x1 needs 16 devices; there are 8"):
-        recipe.run_mesh(many)
+        run_mesh(many)
     with pytest.raises(ConfigError, match="dispatch ragged needs GPUs"):
-        recipe.run_mesh(dataclasses.replace(config, mesh=(1, 2, 1), dispatch="ragged"))
+        run_mesh(dataclasses.replace(config, mesh=(1, 2, 1), dispatch="ragged"))
 
 
 def test_mesh_as_a_user_writes_it():

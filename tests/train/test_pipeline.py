@@ -41,19 +41,21 @@ def test_any_step_at_any_time(rows_by_scene: dict[str, data.PackedRows]) -> None
 
 
 def test_next_batches_are_read_before_they_are_asked_for() -> None:
-    was_read = threading.Event()
+    """An epoch has two rows, a batch one: reading both means that step 1 was read after step 0."""
+    seen, both = set(), threading.Event()
 
-    class Slow(np.ndarray):
+    class Watched(np.ndarray):
         def __getitem__(self, index):
-            if index == 1:
-                was_read.set()
+            seen.add(int(index))
+            if len(seen) == 2:
+                both.set()
             return super().__getitem__(index)
 
     rows = numbered_rows(2, 1)
-    rows = rows._replace(token_ids=rows.token_ids.view(Slow))
+    rows = rows._replace(token_ids=rows.token_ids.view(Watched))
     batches = pipeline.Batches({"math": rows}, {"math": 1}, 1, SEED, num_ahead=2)
     batches[0]
-    assert was_read.wait(timeout=10)  # row 1 is one of the first two, and only one was asked for
+    assert both.wait(timeout=10)
 
 
 def test_each_process_reads_its_own_rows_only(

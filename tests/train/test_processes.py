@@ -16,7 +16,7 @@ from mimo_jax.checkpoint.store import CheckpointStore
 from mimo_jax.config import ConfigError
 from mimo_jax.distributed import Membership, ProcessGroup
 from mimo_jax.sharding import TRAIN, make_mesh, to_host
-from mimo_jax.train import recipe
+from mimo_jax.train.start import on_all_devices
 from tests import groups
 from tests.train import process_run, smallest_run
 
@@ -136,7 +136,7 @@ def test_every_device_of_every_process_has_to_be_in_the_mesh():
     """This process has 8 devices; a group of two is told that they are those of both."""
     config, group = smallest_run.get_config(), ProcessGroup(Membership(0, 2))
     with pytest.raises(ConfigError, match="target_train.batch_rows: axis batch of 4 cannot be cut"):
-        recipe.on_all_devices(config, group)
+        on_all_devices(config, group)
     rows = {"batch_rows": 8}
     config = dataclasses.replace(
         config,
@@ -144,11 +144,11 @@ def test_every_device_of_every_process_has_to_be_in_the_mesh():
         drafter_train=dataclasses.replace(config.drafter_train, **rows),
     )
     with pytest.raises(ConfigError, match="cannot be cut into 8 parts"):  # width 28
-        recipe.on_all_devices(config, group)
+        on_all_devices(config, group)
     two = dataclasses.replace(config, mesh=(2, 1, 1))
     with pytest.raises(ConfigError, match="mesh 2x1x1 has 2 devices, and 2 processes bring 8"):
-        recipe.on_all_devices(two, group)
-    assert recipe.on_all_devices(two, ProcessGroup()) == two
+        on_all_devices(two, group)
+    assert on_all_devices(two, ProcessGroup()) == two
 
 
 @pytest.mark.slow

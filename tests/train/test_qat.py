@@ -32,6 +32,7 @@ from mimo_jax.train.config import QatConfig, TargetTrainConfig
 from mimo_jax.train.data import PackedRows, pack_documents
 from mimo_jax.train.optimizer import make_optimizer
 from mimo_jax.train.placement import place_params
+from mimo_jax.train.start import load_frozen_target
 from mimo_jax.train.step import (
     Batch,
     init_state,
@@ -167,7 +168,7 @@ def test_a_run_goes_on_from_a_checkpoint_and_writes_packed_experts(tmp_path, sta
     assert written["quantization_config"]["store_dtype"] == "mxfp4"
     packed_config, _, _ = load_target(exported, dtype=jnp.float32)
     assert packed_config.moe.is_mxfp4
-    exported_target = recipe.load_exported_target(tmp_path / "run")
+    exported_target = load_frozen_target(tmp_path / "run" / "target" / "export")
     assert exported_target.config == config.target
     # Six steps of training lie between start and end, and no more.
     first = flatten(load_target(start, dtype=jnp.float32)[2])

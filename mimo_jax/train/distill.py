@@ -1,0 +1,262 @@
+"""Makes a drafter for a target that exists: it answers prompts, the drafter learns them, in rounds.
+
+    answers/SCENE.jsonl          what the target said, as `train.py regenerate` writes it
+    answers/heldout/SCENE.jsonl  the same for held-out prompts, greedy
+    rows/                        the answers as packed rows
+    drafter/                     checkpoints/, metrics.jsonl, export/
+    export/                      the last round's drafter with its card: what to publish
+
+Further rounds have answers-2/, rows-2/, drafter-2/ and so on. Round r answers its own share of the
+prompts, decoding with the drafter of round r - 1, so that its text comes sooner; it learns all text
+so far and goes on from the weights of round r - 1. What a drafter learns is its target's own text,
+whoever drafted it: answers do not depend on the drafter.
+
+Stages leave files, are skipped when those are whole, and go on inside when they are not: answers by
+line, training by checkpoint. Of several processes the first one answers and exports while the
+others wait; all of them train.
+"""
+
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mimo_jax.checkpoint.fingerprint import fingerprint
+from mimo_jax.checkpoint.hf_drafter import save_drafter
+from mimo_jax.config import DrafterConfig
+from mimo_jax.decode.jobs import run_jobs
+from mimo_jax.decode.llm import LLM
+from mimo_jax.decode.params import SamplingParams
+from mimo_jax.decode.stats import AcceptStats
+from mimo_jax.distributed import ALONE, ProcessGroup
+from mimo_jax.models.drafter import Drafter
+from mimo_jax.models.params import abstract, flatten, unflatten
+from mimo_jax.sharding import connect, to_host
+from mimo_jax.text.chat import load_chat_template
+from mimo_jax.text.tokenizer import Tokenizer
+from mimo_jax.train.answer_job import run_answer_job
+from mimo_jax.train.answer_options import NONE, AnswerOptions
+from mimo_jax.train.card import CardFacts, Measured, write_card
+from mimo_jax.train.config import DataConfig, DistillConfig
+from mimo_jax.train.conversations import Tally, TextFormat, documents
+from mimo_jax.train.data import Document
+from mimo_jax.train.dataset import make_dataset
+from mimo_jax.train.drafter_run import Runtime, Text, one_per_row, read_trained, train_drafter
+from mimo_jax.train.metrics import read_metrics
+from mimo_jax.train.provenance import record
+from mimo_jax.train.sources import read_source
+from mimo_jax.train.start import load_frozen_target, on_all_devices, run_mesh
+
+PAD_ID = 0  # fills rows up; segment 0 masks it, whatever the id means
+CARD_TEMPERATURES = (0.0, 1.0)
+
+
+def of_round(name: str, number: int) -> str:
+    """Directory of a stage. Example: "drafter", 2 -> "drafter-2"; round 1 is plain."""
+    return name if number == 1 else f"{name}-{number}"
+
+
+def share_of_round(num_prompts: int, number: int, rounds: int) -> tuple[int, int]:
+    """(skip, limit): which prompts a round answers; all rounds together answer each once.
+
+    Example: 10 prompts in 3 rounds -> (0, 4), (4, 4), (8, 4).
+    """
+    share = math.ceil(num_prompts / rounds)
+    return (number - 1) * share, share
+
+
+def text_format(config: DistillConfig) -> TextFormat:
+    """How the target reads text."""
+    directory = Path(config.checkpoint)
+    try:
+        template = load_chat_template(directory)
+    except ValueError:
+        template = None  # conversations are then refused, by their line
+    tokenizer = Tokenizer.from_file(directory)
+    return TextFormat(tokenizer, template, config.drafter.vocab_size, config.answers.thinking)
+
+
+def answer_stage(config: DistillConfig, number: int, run_dir: Path) -> None:
+    """The target answers this round's prompts, and in round 1 the held-out ones, greedily."""
+    answers = config.answers
+    drafter_dir = run_dir / of_round("drafter", number - 1) / "export" if number > 1 else None
+    if number == 1 and config.start is not None:
+        drafter_dir = Path(config.start)
+    out = run_dir / of_round("answers", number)
+    common: dict[str, Any] = {
+        "model": Path(config.checkpoint),
+        "drafter": NONE if drafter_dir is None else str(drafter_dir),
+        "max_tokens": answers.max_tokens,
+        "thinking": answers.thinking,
+        "batch_size": answers.batch_size,
+    }
+    llm = LLM.load(config.checkpoint, drafter_dir)
+    for scene, source in config.prompts.items():
+        skip, limit = share_of_round(sum(1 for _ in read_source(source)), number, config.rounds)
+        options = AnswerOptions(
+            data=source,
+            out=out / f"{scene}.jsonl",
+            temperature=answers.temperature,
+            top_p=answers.top_p,
+            seed=config.seed + number - 1,
+            skip=skip,
+            limit=limit,
+            exclude=(config.heldout[scene],),
+            **common,
+        )
+        run_answer_job(options, llm)
+        if number == 1:
+            heldout = AnswerOptions(
+                data=config.heldout[scene],
+                out=out / "heldout" / f"{scene}.jsonl",
+                limit=answers.num_heldout,
+                **common,
+            )
+            run_answer_job(heldout, llm)
+
+
+def heldout_documents(config: DistillConfig, run_dir: Path) -> dict[str, list[Document]]:
+    """Held-out prompts with their greedy answers, by scene."""
+    format_ = text_format(config)
+    directory = run_dir / "answers" / "heldout"
+    return {
+        scene: list(documents(format_, read_source(str(directory / f"{scene}.jsonl")), Tally()))
+        for scene in config.heldout
+    }
+
+
+def text_stage(config: DistillConfig, number: int, run_dir: Path) -> Text:
+    """All answers up to this round, and the held-out ones, as rows."""
+    row_len = config.drafter_train.row_len
+    data = DataConfig(
+        # answers/, answers-2/ and so on; later rounds are not there yet
+        sources={scene: str(run_dir / "answers*" / f"{scene}.jsonl") for scene in config.prompts},
+        row_len=row_len,
+        thinking=config.answers.thinking,
+        seed=config.seed,
+    )
+    rows = make_dataset(data, text_format(config), PAD_ID, run_dir / of_round("rows", number))
+    found = heldout_documents(config, run_dir)
+    return Text(rows, {scene: one_per_row(docs, row_len, PAD_ID) for scene, docs in found.items()})
+
+
+def save_trained(directory: Path, model: DrafterConfig, trained: Mapping[str, Any]) -> None:
+    """Writes a drafter that brings its own mask vector, as published drafters are laid out."""
+    own = dataclasses.replace(model, has_mask_embedding=True)
+    _, like = abstract(lambda: Drafter(own, rngs=nnx.Rngs(0)))
+    flat = flatten(trained["drafter"]) | {"mask_embedding": trained["mask_embedding"]}
+    save_drafter(directory, own, unflatten(like, flat))
+
+
+def measure(
+    llm: LLM, prompts: Mapping[str, list[list[int]]], temperature: float, max_tokens: int
+) -> list[Measured]:
+    """Decodes held-out prompts one after the other, as a user would."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
+    found = []
+    for scene, ids in prompts.items():
+        jobs = [llm.make_job(each, params) for each in ids]
+        engine = llm.open_engine(jobs, batch_size=1)
+        stats = AcceptStats()
+        for _, output in run_jobs(engine, jobs, llm.tokenizer):
+            stats += output.stats
+        # Slots that no step came to have no acceptance.
+        reached = (a for a in stats.per_position_acceptance if a is not None)
+        found.append(Measured(scene, temperature, len(ids), stats.tau or 0.0, tuple(reached)))
+    return found
+
+
+def export_stage(config: DistillConfig, run_dir: Path) -> Path:
+    """Copies the last round's drafter, measures it and writes its card."""
+    out = run_dir / "export"
+    if (out / "README.md").exists():
+        return out
+    last = run_dir / of_round("drafter", config.rounds) / "export"
+    shutil.copytree(last, out, dirs_exist_ok=True)
+    shutil.copy(run_dir / "config.json", out / "provenance.json")
+    prompts = {
+        scene: [
+            [i for i, is_answer in zip(*document, strict=True) if not is_answer]
+            for document in found
+        ]
+        for scene, found in heldout_documents(config, run_dir).items()
+    }
+    llm = LLM.load(config.checkpoint, out)
+    measured = [
+        each
+        for temperature in CARD_TEMPERATURES
+        for each in measure(llm, prompts, temperature, config.answers.max_tokens)
+    ]
+    made = json.loads((run_dir / "config.json").read_text())
+    names = [of_round("drafter", number) for number in range(1, config.rounds + 1)]
+    steps = [read_metrics(run_dir / name / "metrics.jsonl")[-1]["step"] for name in names]
+    flat = flatten(llm.drafter.params) if llm.drafter else {}
+    facts = CardFacts(
+        name=config.name,
+        target=Path(config.checkpoint).resolve().name,
+        target_hash=fingerprint(config.checkpoint),
+        drafter=config.drafter,
+        num_parameters=sum(leaf.size for leaf in flat.values()),
+        data=[f"{scene}: prompts of {Path(path).name}" for scene, path in config.prompts.items()],
+        num_steps=sum(steps),
+        num_signals=None,
+        sampling=dataclasses.asdict(config.answers),
+        measured=measured,
+        provenance=made,
+    )
+    write_card(out, facts)
+    return out
+
+
+def run_distillation(
+    config: DistillConfig,
+    run_dir: Path,
+    group: ProcessGroup = ALONE,
+    has_tensorboard: bool = False,
+) -> Path:
+    """All rounds; returns the exported drafter's directory.
+
+    Args:
+      config: Of the run.
+      run_dir: Where the run lives, the same directory for every process.
+      group: The processes that work on it together.
+      has_tensorboard: Write the trainings' metrics for TensorBoard, too.
+
+    Raises:
+      ConfigError: If the drafter was not made for the target, or a line of text is refused.
+    """
+    config = on_all_devices(config, group)
+    mesh = run_mesh(config)
+    if mesh is not None:
+        connect(mesh, group)
+    runtime = Runtime(run_dir, mesh, config.dispatch, group, has_tensorboard)
+    target = load_frozen_target(Path(config.checkpoint), mesh)
+    config.drafter.check_fits(target.config)
+    if group.is_first:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.json").write_text(json.dumps(record(config), indent=1) + "\n")
+    trained = None
+    if config.start is not None:
+        trained = read_trained(Path(config.start), config.drafter, target)
+    for number in range(1, config.rounds + 1):
+        name = of_round("drafter", number)
+        if group.is_first:
+            answer_stage(config, number, run_dir)
+            text_stage(config, number, run_dir)
+        group.barrier(f"answers of round {number} are written")
+        text = text_stage(config, number, run_dir)
+        train, seed = config.drafter_train, config.seed + number - 1
+        trained = train_drafter(name, target, text, config.drafter, train, seed, runtime, trained)
+        trained = jax.tree.map(to_host, trained)
+        if group.is_first:
+            save_trained(run_dir / name / "export", config.drafter, trained)
+        group.barrier(f"drafter of round {number} is written")
+    if group.is_first:
+        export_stage(config, run_dir)
+    return run_dir / "export"
