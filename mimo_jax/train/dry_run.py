@@ -290,7 +290,8 @@ def table(found: dict[str, Any]) -> Table:
         else f"In all {_duration(found['seconds'])}, from {_TIMED_STEPS} steps each; "
         "text, regeneration, evaluation and saving not counted."
     )
-    out = Table(title=f"{found['name']}, mesh {mesh}", caption=caption)
+    title = f"{found['name']}, mesh {mesh}"
+    out = Table(title=title, caption=caption, caption_justify="left", min_width=64)
     out.add_column("")
     for name in stages:
         out.add_column(name, justify="right")

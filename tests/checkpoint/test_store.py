@@ -210,7 +210,7 @@ def test_ignores_half_written_directories(two_steps: CheckpointStore) -> None:
 
 
 def test_half_written_directories_go_with_the_next_save(two_steps: CheckpointStore) -> None:
-    half = two_steps.directory / "30.orbax-checkpoint-tmp"
+    half = two_steps.directory / "25.orbax-checkpoint-tmp"
     (half / "state").mkdir(parents=True)
     two_steps.save(30, make_state(30), {})
     assert sorted(path.name for path in two_steps.directory.iterdir()) == ["20", "30"]
