@@ -47,7 +47,7 @@ def nano_target() -> TargetConfig:
     )
 
 
-def nano_drafter() -> DrafterConfig:
+def nano_drafter(num_layers: int = 2, window: int = 128) -> DrafterConfig:
     """0.79M parameters in the published DFlash shape: 2 sliding layers, block of 8.
 
     Taps leave the first layer (dense, little context) and the last out: the last one's residual
@@ -56,7 +56,7 @@ def nano_drafter() -> DrafterConfig:
     """
     return DrafterConfig(
         hidden_size=192,
-        num_layers=2,
+        num_layers=num_layers,
         attention=AttentionConfig(
             num_heads=6, num_kv_heads=2, head_dim=32, v_head_dim=32, rope_theta=1e4, rope_dim=32
         ),
@@ -66,6 +66,6 @@ def nano_drafter() -> DrafterConfig:
         draft_block_len=8,
         mask_token_id=9,
         vocab_size=2048,
-        windows=(128, 128),
+        windows=(window,) * num_layers,
         max_position=512,
     )

@@ -13,7 +13,9 @@ import pytest
 REPO_ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((REPO_ROOT / "notebooks").glob("*.ipynb"))
 _NANO = REPO_ROOT / "assets" / "mimo-nano" / "config.json"
-NEEDS = dict.fromkeys(("01_tour.ipynb", "03_mxfp4.ipynb", "04_draft_verify.ipynb"), _NANO)
+NEEDS = dict.fromkeys(
+    ("01_tour.ipynb", "03_mxfp4.ipynb", "04_draft_verify.ipynb", "05_training.ipynb"), _NANO
+)
 TIMEOUT_S = 300  # per cell; the slowest one compiles for some seconds
 
 
