@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from mimo_jax.checkpoint.fingerprint import fingerprint
@@ -253,7 +254,7 @@ def run_distillation(
         text = text_stage(config, number, run_dir)
         train, seed = config.drafter_train, config.seed + number - 1
         trained = train_drafter(name, target, text, config.drafter, train, seed, runtime, trained)
-        trained = jax.tree.map(to_host, trained)
+        trained = jax.tree.map(lambda x: jnp.asarray(to_host(x)), trained)  # off the mesh
         if group.is_first:
             save_trained(run_dir / name / "export", config.drafter, trained)
         group.barrier(f"drafter of round {number} is written")

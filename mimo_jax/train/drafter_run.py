@@ -232,7 +232,7 @@ def train_drafter(
     mesh, dispatch = runtime.mesh, runtime.dispatch
     graph, _ = split(Drafter(model, rngs=nnx.Rngs(0)))
     trained = start or fresh_drafter(model, target, text.train, train, seed + 1, runtime)
-    trained = place_params(jax.tree.map(jnp.asarray, trained), mesh)
+    trained = place_params(trained, mesh)
     optimizer = make_optimizer(trained, train, mesh)
     step = make_drafter_step(target.graph, graph, optimizer, train, model, mesh, dispatch)
     propose = make_propose(target.graph, graph, mesh, dispatch)
