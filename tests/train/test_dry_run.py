@@ -107,7 +107,7 @@ def test_eight_devices_hold_less_each(found, standard_promotion):
         dense_hidden_size=48,
         moe=dataclasses.replace(config.target.moe, num_experts=8, hidden_size=24),
     )
-    drafter = dataclasses.replace(config.drafter, hidden_size=32)
+    drafter = dataclasses.replace(config.drafter, hidden_size=32, target_hidden_size=32)
     config = dataclasses.replace(config, target=model, drafter=drafter)
     one = dry_run.dry_run(config)
     cut = dry_run.dry_run(dataclasses.replace(config, mesh=(2, 2, 2)))
@@ -115,8 +115,8 @@ def test_eight_devices_hold_less_each(found, standard_promotion):
     assert cut["seconds"] is None
     assert cut["target"]["seconds_per_step"] is None
     assert cut["why_untimed"] == "steps on a mesh of 8 devices are compiled here, not run"
-    with pytest.raises(ConfigError, match="needs 64 devices"):
-        dry_run.dry_run(dataclasses.replace(config, mesh=(4, 8, 2)))
+    with pytest.raises(ConfigError, match="needs 16 devices; there are 8"):
+        dry_run.dry_run(dataclasses.replace(config, mesh=(4, 1, 4)))
 
 
 @pytest.mark.slow
