@@ -220,7 +220,7 @@ class Optimizers:
     """Tokens per row."""
     eval_every: int = 6
     """Steps between evaluations of held-out loss."""
-    adamw_rates: tuple[float, ...] = (3e-3, 1e-2, 3e-2)
+    adamw_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
     """Peak rates of AdamW, for all weights."""
     muon_rates: tuple[float, ...] = (3e-3, 1e-2, 3e-2)
     """Peak rates of Muon, for matrices; the rest has AdamW's middle rate."""
