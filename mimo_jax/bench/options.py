@@ -245,7 +245,7 @@ class Optimizers:
     """Steps between evaluations of held-out loss."""
     adamw_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
     """Peak rates of AdamW, for all weights."""
-    muon_rates: tuple[float, ...] = (4e-3, 1.2e-2, 4e-2)
+    muon_rates: tuple[float, ...] = (3e-3, 1e-2, 3e-2)
     """Peak rates of Muon, for matrices; the rest has AdamW's middle rate."""
     json: Path | None = Path("out/bench/optimizers.json")
     """Where the figures are written."""

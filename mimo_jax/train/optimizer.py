@@ -119,6 +119,7 @@ def by_group(params, config: TrainConfig) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        # The last entry of a path into a model is "value", the array in its parameter.
         name = ".".join(name for name in path_names(path) if name != "value")
         found.setdefault(_group(path, leaf, config), {})[name] = leaf
     return dict(sorted(found.items()))
