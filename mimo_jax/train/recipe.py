@@ -265,11 +265,6 @@ def load_exported_target(run_dir: Path, mesh: Mesh | None = None) -> Model:
     )
 
 
-def scene_stop_ids(scene: str) -> tuple[int, ...]:
-    """Ids that end an answer: a tool transcript goes through several turns."""
-    return STOP_IDS[:1] if scene == "agent" else STOP_IDS
-
-
 def regenerate_stage(
     config: ExperimentConfig, run_dir: Path, group: ProcessGroup = ALONE
 ) -> None:
@@ -287,7 +282,7 @@ def regenerate_stage(
         target = target or load_exported_target(run_dir)
         quota = int(settings.num_tokens * share / sum(mix.values()))
         common: dict[str, Any] = {
-            "stop_ids": scene_stop_ids(scene), "row_len": row_len, "seed": config.seed
+            "stop_ids": STOP_IDS, "row_len": row_len, "seed": config.seed
         }
         heldout = regenerate(
             target,
@@ -446,7 +441,7 @@ def order_prompts_stage(config: ExperimentConfig, run_dir: Path) -> None:
             Request(
                 tokenizer.encode(json.loads(line)["prompt"]),
                 max_tokens=config.regenerate.max_tokens,
-                stop_ids=scene_stop_ids(path.stem),
+                stop_ids=STOP_IDS,
             )
             for line in lines
         ]
