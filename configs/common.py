@@ -10,8 +10,8 @@ from mimo_jax.config import (
 )
 
 # Share of training rows per scene.
-TARGET_MIX = {"code-stdlib": 0.24, "code-gen": 0.28, "math": 0.20, "agent": 0.18, "chat": 0.10}
-DRAFTER_MIX = {"code-stdlib": 0.20, "code-gen": 0.30, "math": 0.22, "agent": 0.18, "chat": 0.10}
+TARGET_MIX = {"code-stdlib": 0.20, "code-gen": 0.28, "math": 0.22, "agent": 0.20, "chat": 0.10}
+DRAFTER_MIX = {"code-stdlib": 0.18, "code-gen": 0.28, "math": 0.24, "agent": 0.20, "chat": 0.10}
 
 
 def nano_target() -> TargetConfig:

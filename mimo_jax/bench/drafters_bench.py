@@ -85,7 +85,7 @@ def answer_rows(
             target,
             tokenizer.encode_batch(prompts),
             settings,
-            stop_ids=recipe.scene_stop_ids(scene),
+            stop_ids=recipe.STOP_IDS,
             row_len=ROW_LEN,
             num_tokens=quota,
             seed=0,

@@ -233,6 +233,7 @@ class DrafterTrainConfig(TrainConfig):
     save_every: int = 500
 
     def __post_init__(self):
+        super().__post_init__()
         require(self.num_anchors >= 1, f"num_anchors {self.num_anchors} must be at least 1")
         require(
             self.block_chunk is None or self.block_chunk >= 1,

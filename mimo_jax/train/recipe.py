@@ -188,11 +188,6 @@ def train_target_stage(
         )
 
 
-def scene_stop_ids(scene: str) -> tuple[int, ...]:
-    """Ids that end an answer: a tool transcript goes through several turns."""
-    return STOP_IDS[:1] if scene == "agent" else STOP_IDS
-
-
 def regenerate_stage(config: ExperimentConfig, run_dir: Path, group: ProcessGroup = ALONE) -> None:
     """The target answers training prompts, and greedily a few held-out ones."""
     out = run_dir / "regenerate"
@@ -208,7 +203,7 @@ def regenerate_stage(config: ExperimentConfig, run_dir: Path, group: ProcessGrou
         target = target or load_frozen_target(run_dir / "target" / "export")
         quota = int(settings.num_tokens * share / sum(mix.values()))
         common: dict[str, Any] = {
-            "stop_ids": scene_stop_ids(scene),
+            "stop_ids": STOP_IDS,
             "row_len": row_len,
             "seed": config.seed,
         }
@@ -282,7 +277,7 @@ def order_prompts_stage(config: ExperimentConfig, run_dir: Path) -> None:
             Request(
                 tokenizer.encode(json.loads(line)["prompt"]),
                 max_tokens=config.regenerate.max_tokens,
-                stop_ids=scene_stop_ids(path.stem),
+                stop_ids=STOP_IDS,
             )
             for line in lines
         ]

@@ -6,7 +6,7 @@ two digits and to carry a partial result into the next step.
 
 import random
 
-from mimo_jax.train.corpora.document import pick
+from mimo_jax.train.corpora.document import usual
 
 
 def add(a: int, b: int) -> str:
@@ -70,4 +70,4 @@ def add_all(rng: random.Random, numbers: list[int]) -> str:
     for number in numbers[1:]:
         steps.append(f"{total} + {number} = {total + number}")
         total += number
-    return pick(rng, (", ", ", then ")).join(steps)
+    return usual(rng, (", ", ", then ")).join(steps)

@@ -96,9 +96,7 @@ def write_prompts(corpus: Corpus, directory: str | Path) -> list[Path]:
         path = directory / f"{scene}.jsonl"
         with path.open("w", encoding="utf-8", newline="\n") as file:
             for i, document in enumerate(documents, start=1):
-                line: dict = {"id": f"{scene}-{i:04d}", "scene": scene, "prompt": document.prompt}
-                if scene == "agent":
-                    line["stop_token_ids"] = [0]  # <|endoftext|>: a transcript has several turns
+                line = {"id": f"{scene}-{i:04d}", "scene": scene, "prompt": document.prompt}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         paths.append(path)
     return paths

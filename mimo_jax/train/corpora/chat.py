@@ -1,20 +1,20 @@
 """Scene `chat`: short generated dialogues, plus `chatterbot-corpus` when it is installed.
 
-Chat is the scene with the most freedom: openings, order and choice of sentences are random, so it
-is the hardest to draft for. The package (BSD, extra `train`) adds 0.3 MB of text written by people;
-without it the generator alone is used.
+Chat is the scene with the most freedom: openings and choice of sentences are the writer's, by
+habit more than by rule, so it is the hardest to draft for. The package (BSD, extra `train`) adds
+0.3 MB of text written by people; without it the generator alone is used.
 """
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 
 from absl import logging
 
 from mimo_jax.train.corpora import chat_format
 from mimo_jax.train.corpora import chat_topics as topics
-from mimo_jax.train.corpora.document import END_OF_TURN, Document, maybe, pick, scene_rng
+from mimo_jax.train.corpora.document import END_OF_TURN, Document, maybe, pick, scene_rng, usual
 
 Turns = list[str]  # user, assistant, user, assistant …; the last one is the answer
 
@@ -96,7 +96,7 @@ def _with_setting(rng: random.Random, turns: Turns) -> Turns:
     said = _to_listener(friend)
     if roll == 0:
         ask = f"I am at {place} with {friend}. {ask}"
-        remark = pick(
+        remark = usual(
             rng,
             (
                 f"Greetings to {said} and enjoy {place}.",
@@ -106,7 +106,7 @@ def _with_setting(rng: random.Random, turns: Turns) -> Turns:
         )
     elif roll == 1:
         ask = f"{ask} {_upper(friend)} wants to know it too."
-        remark = pick(
+        remark = usual(
             rng,
             (
                 f"Please pass it on to {said}.",
@@ -116,7 +116,7 @@ def _with_setting(rng: random.Random, turns: Turns) -> Turns:
         )
     elif roll == 2:
         ask = f"{_upper(friend)} and I talked at {place}. {ask}"
-        remark = pick(
+        remark = usual(
             rng,
             (
                 f"Next time you meet at {place}, tell {said} what you think.",
@@ -127,7 +127,7 @@ def _with_setting(rng: random.Random, turns: Turns) -> Turns:
     else:
         day, activity = pick(rng, _DAYS), pick(rng, tuple(topics.ACTIVITIES))
         ask = f"{ask} I have time until {day}, then I go {activity} with {friend}."
-        remark = pick(
+        remark = usual(
             rng,
             (
                 f"Until {day} you have enough time, and then enjoy {activity} with {said}.",
@@ -143,8 +143,13 @@ def _to_listener(text: str) -> str:
     return re.sub(r"\b(my|I am|I|we|our)\b", lambda match: _TO_YOU[match[0]], text)
 
 
+def _some(rng: random.Random, options: Sequence[str], count: int) -> list[str]:
+    """A few of the options, in their own order."""
+    return [options[i] for i in sorted(rng.sample(range(len(options)), count))]
+
+
 def _reply(rng: random.Random, sentences: list[str]) -> str:
-    parts = [pick(rng, _LEADS), *sentences, pick(rng, _ENDS)]
+    parts = [usual(rng, _LEADS), *sentences, usual(rng, _ENDS)]
     return " ".join(part for part in parts if part)
 
 
@@ -161,10 +166,10 @@ def _small_talk(rng: random.Random) -> Turns:
     user = pick(
         rng, (f"{greeting}!", f"{greeting}, how are you?", f"{greeting}. I feel {feeling} today.")
     )
-    answer = pick(
+    answer = usual(
         rng,
         (
-            f"{pick(rng, topics.GREETINGS)}! What can I do for you?",
+            f"{usual(rng, topics.GREETINGS)}! What can I do for you?",
             "I am fine, thank you. How can I help?",
             f"{topics.FEELINGS[feeling]}. What would you like to talk about?"
             if feeling in user
@@ -189,9 +194,9 @@ def _fact(rng: random.Random) -> Turns:
             "I have to write a short text about {}.",
         ),
     ).format(subject)
-    sentences = rng.sample(topics.FACTS[subject], 4)
-    if maybe(rng, 0.4):
-        sentences[1] = pick(rng, ("Also, ", "Besides, ", "By the way, ", "And ")) + _lower(
+    sentences = _some(rng, topics.FACTS[subject], 4)
+    if maybe(rng, 0.3):
+        sentences[1] = usual(rng, ("Also, ", "Besides, ", "By the way, ", "And ")) + _lower(
             sentences[1]
         )
     return [ask, _reply(rng, sentences)]
@@ -213,8 +218,8 @@ def _two_facts(rng: random.Random) -> Turns:
             f"Which is more interesting, {a} or {b}?",
         ),
     )
-    x, y = rng.sample(topics.FACTS[a], 2), rng.sample(topics.FACTS[b], 2)
-    sentences = [f"First {a}.", *x, f"Now {b}.", *y[: rng.randint(1, 2)]]
+    x, y = _some(rng, topics.FACTS[a], 2), _some(rng, topics.FACTS[b], 2)
+    sentences = [f"First {a}.", *x, f"Now {b}.", *y]
     return [ask, _reply(rng, sentences)]
 
 
@@ -230,11 +235,11 @@ def _advice(rng: random.Random) -> Turns:
             "{} and I need some advice.",
         ),
     ).format(_upper(trouble))
-    tips = rng.sample(topics.ADVICE[trouble], rng.randint(4, 5))
-    shape = rng.randrange(3)
+    tips = _some(rng, topics.ADVICE[trouble], 4)
+    shape = usual(rng, (0, 1, 2))
     if shape == 0:
         starts = ("You could", "Try to", "It helps to", "I would", "Maybe you can")
-        sentences = [f"{pick(rng, starts)} {tip}." for tip in tips]
+        sentences = [f"{usual(rng, starts)} {tip}." for tip in tips]
     elif shape == 1:
         sentences = [
             f"{word}, {tip}."
@@ -263,14 +268,14 @@ def _howto(rng: random.Random) -> Turns:
     )
     if maybe(rng, 0.4):
         body = "\n".join(f"{i}. {_upper(step)}." for i, step in enumerate(steps, start=1))
-        intro = pick(rng, ("Here are the steps:", f"To {task}, do this:", "Follow this list:"))
+        intro = usual(rng, ("Here are the steps:", f"To {task}, do this:", "Follow this list:"))
         return [
             ask,
-            f"{intro}\n{body}\n{pick(rng, ('That is all.', 'Then you are done.', 'Enjoy!'))}",
+            f"{intro}\n{body}\n{usual(rng, ('That is all.', 'Then you are done.', 'Enjoy!'))}",
         ]
     sentences = [f"First {steps[0]}."]
-    sentences += [f"{pick(rng, ('Then', 'Next', 'After that', 'Now'))} {s}." for s in steps[1:-1]]
-    sentences.append(f"{pick(rng, ('Finally', 'At the end', 'Last of all'))} {steps[-1]}.")
+    sentences += [f"{usual(rng, ('Then', 'Next', 'After that', 'Now'))} {s}." for s in steps[1:-1]]
+    sentences.append(f"{usual(rng, ('Finally', 'At the end', 'Last of all'))} {steps[-1]}.")
     return [ask, _reply(rng, sentences)]
 
 
@@ -278,7 +283,7 @@ def _choice(rng: random.Random) -> Turns:
     pair = pick(rng, tuple(topics.CHOICES))
     order = (0, 1) if maybe(rng, 0.5) else (1, 0)
     a, b = pair[order[0]], pair[order[1]]
-    pro_a, pro_b = (rng.sample(topics.CHOICES[pair][i], 2) for i in order)
+    pro_a, pro_b = (_some(rng, topics.CHOICES[pair][i], 2) for i in order)
     ask = pick(
         rng,
         (
@@ -288,23 +293,23 @@ def _choice(rng: random.Random) -> Turns:
             f"Help me decide between {a} and {b}.",
         ),
     )
-    winner = pick(rng, (a, b))
+    winner = usual(rng, (a, b))
     sentences = [
-        pick(
+        usual(
             rng,
             (
                 f"With {a}, {pro_a[0]} and {pro_a[1]}.",
                 f"What I like about {a}: {pro_a[0]}, and {pro_a[1]}.",
             ),
         ),
-        pick(
+        usual(
             rng,
             (
                 f"But with {b}, {pro_b[0]} and {pro_b[1]}.",
                 f"On the other side, {b}: {pro_b[0]}, {pro_b[1]}.",
             ),
         ),
-        pick(
+        usual(
             rng,
             (
                 f"I would choose {winner} today.",
@@ -334,7 +339,7 @@ def _plan(rng: random.Random) -> Turns:
         ),
     )
     sentences = [
-        pick(
+        usual(
             rng,
             (
                 f"{_upper(activity)} with {said} sounds great.",
@@ -343,7 +348,7 @@ def _plan(rng: random.Random) -> Turns:
             ),
         ),
         f"{_upper(topics.ACTIVITIES[activity])}.",
-        pick(
+        usual(
             rng,
             (
                 f"Afterwards you could go to {place}.",
@@ -373,19 +378,19 @@ def _feeling(rng: random.Random) -> Turns:
     said = _to_listener(reason)
     sentences = [
         f"{topics.FEELINGS[feeling]}.",
-        pick(
+        usual(
             rng, (f"So {said}.", f"When {said}, it is normal to be {feeling}.", f"I see, {said}.")
         ),
-        pick(
+        usual(
             rng,
             (
                 f"How about {activity} to change your mood?",
                 f"Maybe {activity} would be good now.",
                 f"Talk to {friend} about it.",
-                f"You could go to {pick(rng, topics.PLACES)} with {friend}.",
+                f"You could go to {usual(rng, topics.PLACES)} with {friend}.",
             ),
         ),
-        pick(
+        usual(
             rng,
             (
                 f"It is good that you tell me when you are {feeling}.",
@@ -394,7 +399,7 @@ def _feeling(rng: random.Random) -> Turns:
                 f"Being {feeling} is part of life.",
             ),
         ),
-        pick(
+        usual(
             rng,
             (
                 "Take your time.",

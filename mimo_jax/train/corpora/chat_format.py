@@ -79,6 +79,7 @@ def tool_call_text(name: str, arguments: Mapping[str, object]) -> str:
     return f"<tool_call><function={name}>{parameters}</function></tool_call>"
 
 
-def tool_response_turn(content: str) -> str:
-    """Returns the user turn that carries one tool result."""
-    return turn("user", f"<tool_response>{content}</tool_response>")
+def tool_response_turn(*contents: str) -> str:
+    """Returns the user turn that carries the results of one or more tools."""
+    responses = (f"<tool_response>{content}</tool_response>" for content in contents)
+    return turn("user", "".join(responses))

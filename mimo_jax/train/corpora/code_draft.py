@@ -3,7 +3,7 @@
 import dataclasses
 import random
 
-from mimo_jax.train.corpora.document import maybe, pick
+from mimo_jax.train.corpora.document import maybe
 
 
 @dataclasses.dataclass
@@ -26,9 +26,12 @@ class Draft:
         self.body.extend(lines)
 
     def name(self, *options: str) -> str:
-        """Returns an unused variable name, one of the options where possible."""
+        """Returns an unused variable name, the first of the options where possible.
+
+        A code base has conventions: the same step calls its result the same.
+        """
         free = [option for option in options if option not in self.used]
-        name = pick(self.rng, free) if free else f"{options[0]}_{len(self.used)}"
+        name = free[0] if free else f"{options[0]}_{len(self.used)}"
         self.used.add(name)
         return name
 

@@ -2,8 +2,9 @@
 
 Problem: with a handful of templates a drafter predicts everything and the accept length sits at its
 ceiling, which measures nothing.
-Choice: chain random stages (see code_stages) so that the docstring determines what the code does,
-while temporary names and some layout stay free. Every document is valid Python.
+Choice: chain random stages (see code_stages), so that the docstring determines the code, down to
+the names of temporaries, which follow one convention. (With free names the target's greedy choice
+among them was a toss of a coin: accept length 4.5.) Every document is valid Python.
 """
 
 import random

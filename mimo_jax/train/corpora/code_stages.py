@@ -2,8 +2,8 @@
 
 A stage reads the variable that the stage before it made, and leaves a variable of a stated kind
 ("records", "numbers", "strings", "mapping", "number" or "string"). Chaining stages whose kinds fit
-gives functions with real variety: the docstring says what each line must do, while the names of
-temporary variables stay free, as they do in human code.
+gives functions with real variety: the docstring says what each line must do, and the stage how
+it names its temporaries.
 """
 
 from collections.abc import Callable

@@ -264,11 +264,13 @@ def numbers_map(d: Draft) -> None:
             f"    {var}.append(running)",
         )
     elif roll == 4:
+        is_signed = maybe(d.rng, 0.5)
+        step = "right - left" if is_signed else "abs(right - left)"
         d.add(
-            "Use the differences of neighbours.",
+            f"Use the {'differences' if is_signed else 'distances'} of neighbours.",
             f"{var} = []",
             f"for left, right in zip({d.var}, {d.var}[1:]):",
-            f"    {var}.append({pick(d.rng, ('right - left', 'abs(right - left)'))})",
+            f"    {var}.append({step})",
         )
     else:
         code, said = d.bound(5, 60, "cutoff")

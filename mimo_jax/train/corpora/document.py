@@ -37,6 +37,18 @@ def pick[T](rng: random.Random, options: Sequence[T]) -> T:
     return options[rng.randrange(len(options))]
 
 
+def usual[T](rng: random.Random, options: Sequence[T]) -> T:
+    """Returns one option, the first most often: weights 1/k**2, as habits are spread.
+
+    For what a writer is free to choose in an answer. Even odds there would be no one's style, and
+    leave a greedy model to toss coins that no drafter can foresee.
+
+    Example: of three options the first in 73 of 100 cases, then 18 and 8.
+    """
+    weights = [1 / (k * k) for k in range(1, len(options) + 1)]
+    return rng.choices(options, weights)[0]
+
+
 def maybe(rng: random.Random, probability: float) -> bool:
     """Returns True with the given probability."""
     return rng.random() < probability

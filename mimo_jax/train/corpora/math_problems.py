@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from mimo_jax.train.corpora import math_puzzles as puzzles
 from mimo_jax.train.corpora import math_stories as stories
 from mimo_jax.train.corpora.chat_format import question_prompt
-from mimo_jax.train.corpora.document import END_OF_TURN, Document, maybe, pick, scene_rng
+from mimo_jax.train.corpora.document import END_OF_TURN, Document, maybe, pick, scene_rng, usual
 from mimo_jax.train.corpora.math_words import Problem
 
 MAX_QUESTION_CHARS, MIN_ANSWER_CHARS = 320, 160
@@ -67,8 +67,8 @@ def generate(seed: int) -> Iterator[Document]:
         question, steps, result = pick(rng, PROBLEMS)(rng)
         if result < 0:
             continue
-        opening = [pick(rng, OPENINGS)] if maybe(rng, 0.7) else []
-        closing = pick(rng, CLOSINGS).format(n=result)
+        opening = [usual(rng, OPENINGS)] if maybe(rng, 0.7) else []
+        closing = usual(rng, CLOSINGS).format(n=result)
         if maybe(rng, 0.3):
             lines = [f"Step {i}: {step}" for i, step in enumerate(steps, start=1)]
             body = "\n".join([*opening, *lines, closing])

@@ -3,7 +3,7 @@
 import random
 
 from mimo_jax.train.corpora.arithmetic import add, add_all, divide, multiply, subtract
-from mimo_jax.train.corpora.document import maybe, pick
+from mimo_jax.train.corpora.document import maybe, pick, usual
 from mimo_jax.train.corpora.math_words import NAMES, Problem, upper_first
 
 
@@ -104,7 +104,7 @@ def sum_list(rng: random.Random) -> Problem:
     total, steps = numbers[0], []
     for number in numbers[1:]:
         steps.append(
-            f"{upper_first(pick(rng, ('add', 'plus', 'with')))} {number}: {add(total, number)}."
+            f"{upper_first(usual(rng, ('add', 'plus', 'with')))} {number}: {add(total, number)}."
         )
         total += number
     return question, steps, total
