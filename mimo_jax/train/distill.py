@@ -20,42 +20,31 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from mimo_jax.checkpoint.fingerprint import fingerprint
-from mimo_jax.checkpoint.hf_drafter import save_drafter
-from mimo_jax.config import DrafterConfig
-from mimo_jax.decode.jobs import run_jobs
 from mimo_jax.decode.llm import LLM
-from mimo_jax.decode.params import SamplingParams
-from mimo_jax.decode.stats import AcceptStats
 from mimo_jax.distributed import ALONE, ProcessGroup
-from mimo_jax.models.drafter import Drafter
-from mimo_jax.models.params import abstract, flatten, unflatten
 from mimo_jax.sharding import connect, to_host
 from mimo_jax.text.chat import load_chat_template
 from mimo_jax.text.tokenizer import Tokenizer
 from mimo_jax.train.answer_job import run_answer_job
 from mimo_jax.train.answer_options import NONE, AnswerOptions
-from mimo_jax.train.card import CardFacts, Measured, write_card
 from mimo_jax.train.config import DataConfig, DistillConfig
 from mimo_jax.train.conversations import Tally, TextFormat, documents
-from mimo_jax.train.data import Document
+from mimo_jax.train.data import Document, prompt_of
 from mimo_jax.train.dataset import make_dataset
 from mimo_jax.train.drafter_run import Runtime, Text, one_per_row, read_trained, train_drafter
-from mimo_jax.train.metrics import read_metrics
+from mimo_jax.train.export import save_trained, write_card_of_run
 from mimo_jax.train.provenance import record
 from mimo_jax.train.sources import read_source
 from mimo_jax.train.start import load_frozen_target, on_all_devices, run_mesh
 
 PAD_ID = 0  # fills rows up; segment 0 masks it, whatever the id means
-CARD_TEMPERATURES = (0.0, 1.0)
 
 
 def of_round(name: str, number: int) -> str:
@@ -147,32 +136,6 @@ def text_stage(config: DistillConfig, number: int, run_dir: Path) -> Text:
     return Text(rows, {scene: one_per_row(docs, row_len, PAD_ID) for scene, docs in found.items()})
 
 
-def save_trained(directory: Path, model: DrafterConfig, trained: Mapping[str, Any]) -> None:
-    """Writes a drafter that brings its own mask vector, as published drafters are laid out."""
-    own = dataclasses.replace(model, has_mask_embedding=True)
-    _, like = abstract(lambda: Drafter(own, rngs=nnx.Rngs(0)))
-    flat = flatten(trained["drafter"]) | {"mask_embedding": trained["mask_embedding"]}
-    save_drafter(directory, own, unflatten(like, flat))
-
-
-def measure(
-    llm: LLM, prompts: Mapping[str, list[list[int]]], temperature: float, max_tokens: int
-) -> list[Measured]:
-    """Decodes held-out prompts one after the other, as a user would."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
-    found = []
-    for scene, ids in prompts.items():
-        jobs = [llm.make_job(each, params) for each in ids]
-        engine = llm.open_engine(jobs, batch_size=1)
-        stats = AcceptStats()
-        for _, output in run_jobs(engine, jobs, llm.tokenizer):
-            stats += output.stats
-        # Slots that no step came to have no acceptance.
-        reached = (a for a in stats.per_position_acceptance if a is not None)
-        found.append(Measured(scene, temperature, len(ids), stats.tau or 0.0, tuple(reached)))
-    return found
-
-
 def export_stage(config: DistillConfig, run_dir: Path) -> Path:
     """Copies the last round's drafter, measures it and writes its card."""
     out = run_dir / "export"
@@ -181,37 +144,22 @@ def export_stage(config: DistillConfig, run_dir: Path) -> Path:
     last = run_dir / of_round("drafter", config.rounds) / "export"
     shutil.copytree(last, out, dirs_exist_ok=True)
     shutil.copy(run_dir / "config.json", out / "provenance.json")
-    prompts = {
-        scene: [
-            [i for i, is_answer in zip(*document, strict=True) if not is_answer]
-            for document in found
-        ]
-        for scene, found in heldout_documents(config, run_dir).items()
-    }
-    llm = LLM.load(config.checkpoint, out)
-    measured = [
-        each
-        for temperature in CARD_TEMPERATURES
-        for each in measure(llm, prompts, temperature, config.answers.max_tokens)
-    ]
-    made = json.loads((run_dir / "config.json").read_text())
+    found = heldout_documents(config, run_dir)
     names = [of_round("drafter", number) for number in range(1, config.rounds + 1)]
-    steps = [read_metrics(run_dir / name / "metrics.jsonl")[-1]["step"] for name in names]
-    flat = flatten(llm.drafter.params) if llm.drafter else {}
-    facts = CardFacts(
+    write_card_of_run(
+        out,
+        LLM.load(config.checkpoint, out),
+        {scene: [prompt_of(document) for document in some] for scene, some in found.items()},
         name=config.name,
         target=Path(config.checkpoint).resolve().name,
         target_hash=fingerprint(config.checkpoint),
         drafter=config.drafter,
-        num_parameters=sum(leaf.size for leaf in flat.values()),
         data=[f"{scene}: prompts of {Path(path).name}" for scene, path in config.prompts.items()],
-        num_steps=sum(steps),
-        num_signals=None,
         sampling=dataclasses.asdict(config.answers),
-        measured=measured,
-        provenance=made,
+        max_tokens=config.answers.max_tokens,
+        metrics=[run_dir / name / "metrics.jsonl" for name in names],
+        provenance=run_dir / "config.json",
     )
-    write_card(out, facts)
     return out
 
 

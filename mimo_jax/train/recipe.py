@@ -9,7 +9,7 @@ exists is whole.
     regenerate/  rows per scene (.npz): prompts with the target's own answers; heldout/ the same
                  for held-out prompts, greedy, one per row
     drafter/     checkpoints/, metrics.jsonl
-    export/      target + tokenizer + chat template + dflash/ + provenance
+    export/      target + tokenizer + chat template + dflash/ with its card + provenance
     prompts/     SCENE.jsonl, the held-out prompts, those with near ties last
 
 Several processes (a `ProcessGroup`) share one run directory and train on one mesh of all their
@@ -27,13 +27,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import logging
 from flax import nnx
 from jax.sharding import Mesh
 
+from mimo_jax.checkpoint.fingerprint import fingerprint
 from mimo_jax.checkpoint.hf_drafter import save_drafter
 from mimo_jax.checkpoint.hf_target import load_target, save_target
 from mimo_jax.config import require
+from mimo_jax.decode.llm import LLM
 from mimo_jax.decode.placement import Model
 from mimo_jax.decode.request import Request
 from mimo_jax.distributed import ALONE, ProcessGroup
@@ -47,7 +50,14 @@ from mimo_jax.train import loop
 from mimo_jax.train.config import ExperimentConfig
 from mimo_jax.train.corpora.build import build_corpus, write_prompts
 from mimo_jax.train.corpora.chat_format import NANO_CHAT_TEMPLATE
-from mimo_jax.train.data import Document, PackedRows, batch_for_step, pack_documents
+from mimo_jax.train.data import (
+    Document,
+    PackedRows,
+    batch_for_step,
+    documents_of,
+    pack_documents,
+    prompt_of,
+)
 from mimo_jax.train.drafter_run import (
     Runtime,
     Text,
@@ -56,6 +66,7 @@ from mimo_jax.train.drafter_run import (
     run_settings,
     train_drafter,
 )
+from mimo_jax.train.export import write_card_of_run
 from mimo_jax.train.near_ties import NEAR_TIE, smallest_margins, ties_last
 from mimo_jax.train.optimizer import make_optimizer
 from mimo_jax.train.pipeline import Batches, own_rows
@@ -265,27 +276,53 @@ def export_stage(config: ExperimentConfig, run_dir: Path, trained) -> Path:
     return out
 
 
+def card_stage(config: ExperimentConfig, run_dir: Path) -> None:
+    """Measures the exported pair on the held-out prompts and writes the drafter's card."""
+    out = run_dir / "export"
+    heldout = read_rows(run_dir / "regenerate" / "heldout")
+    write_card_of_run(
+        out / "dflash",
+        LLM.load(out),
+        {scene: [prompt_of(d) for d in documents_of(rows)] for scene, rows in heldout.items()},
+        name=f"{config.name}-dflash",
+        target=config.name,
+        target_hash=fingerprint(out),
+        drafter=config.drafter,
+        data=[f"{scene}: answers to generated prompts" for scene in config.drafter_train.mix],
+        sampling=dataclasses.asdict(config.regenerate),
+        max_tokens=config.regenerate.max_tokens,
+        metrics=[run_dir / "drafter" / "metrics.jsonl"],
+        provenance=run_dir / "config.json",
+    )
+
+
 def order_prompts_stage(config: ExperimentConfig, run_dir: Path) -> None:
     """Writes the held-out prompts with those last whose greedy answer passes a near tie."""
     target = load_frozen_target(run_dir / "target" / "export")
     tokenizer = Tokenizer.from_file(run_dir / "export")
     out = run_dir / "prompts"
     out.mkdir(parents=True, exist_ok=True)
-    for path in sorted((run_dir / "corpus" / "prompts").glob("*.jsonl")):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        requests = [
-            Request(
-                tokenizer.encode(json.loads(line)["prompt"]),
-                max_tokens=config.regenerate.max_tokens,
-                stop_ids=STOP_IDS,
-            )
-            for line in lines
-        ]
-        max_len = max(len(r.prompt_ids) + r.max_tokens for r in requests)
-        margins = smallest_margins(target, requests, max_len=max_len)
-        text = "".join(f"{lines[i]}\n" for i in ties_last(margins))
-        (out / path.name).write_text(text, encoding="utf-8")
-        logging.info("%s: %d near ties", path.stem, int((margins < NEAR_TIE).sum()))
+    scenes = {
+        path.name: path.read_text(encoding="utf-8").splitlines()
+        for path in sorted((run_dir / "corpus" / "prompts").glob("*.jsonl"))
+    }
+    requests = [
+        Request(
+            tokenizer.encode(json.loads(line)["prompt"]),
+            max_tokens=config.regenerate.max_tokens,
+            stop_ids=STOP_IDS,
+        )
+        for lines in scenes.values()
+        for line in lines
+    ]
+    # All at once: a program is compiled for the longest.
+    max_len = max(len(r.prompt_ids) + r.max_tokens for r in requests)
+    margins = smallest_margins(target, requests, max_len=max_len)
+    ends = np.cumsum([len(lines) for lines in scenes.values()])
+    for (name, lines), own in zip(scenes.items(), np.split(margins, ends[:-1]), strict=True):
+        text = "".join(f"{lines[i]}\n" for i in ties_last(own))
+        (out / name).write_text(text, encoding="utf-8")
+        logging.info("%s: %d near ties", name, int((own < NEAR_TIE).sum()))
 
 
 def run_recipe(
@@ -324,5 +361,6 @@ def run_recipe(
     trained = jax.tree.map(to_host, train_drafter_stage(config, runtime))
     if group.is_first:
         export_stage(config, run_dir, trained)
+        card_stage(config, run_dir)
         order_prompts_stage(config, run_dir)
     return run_dir / "export"

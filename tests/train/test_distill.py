@@ -21,8 +21,9 @@ from mimo_jax.models.params import flatten
 from mimo_jax.train.block_step import read_target
 from mimo_jax.train.config import AnswerConfig, DistillConfig, DrafterTrainConfig
 from mimo_jax.train.data import Document, batch_for_step, pack, picks_for_step
-from mimo_jax.train.distill import of_round, run_distillation, save_trained, share_of_round
+from mimo_jax.train.distill import of_round, run_distillation, share_of_round
 from mimo_jax.train.drafter_run import one_per_row, read_trained
+from mimo_jax.train.export import save_trained
 from mimo_jax.train.features import features_of, keep_features
 from mimo_jax.train.metrics import read_metrics
 from mimo_jax.train.objectives import ObjectiveConfig
