@@ -14,6 +14,15 @@ TARGET_MIX = {"code-stdlib": 0.20, "code-gen": 0.28, "math": 0.22, "agent": 0.20
 DRAFTER_MIX = {"code-stdlib": 0.18, "code-gen": 0.28, "math": 0.24, "agent": 0.20, "chat": 0.10}
 
 
+def tapped_layers(num_layers: int, num_taps: int) -> tuple[int, ...]:
+    """Layers that published drafters read: evenly from the second to the third from the end.
+
+    Example: 36 layers, 5 taps -> 1, 9, 17, 25, 33.
+    """
+    first, last = 1, num_layers - 3
+    return tuple(round(first + i * (last - first) / (num_taps - 1)) for i in range(num_taps))
+
+
 def nano_target() -> TargetConfig:
     """2.8M parameters in the MiMo shape that transformers' MiMoV2FlashForCausalLM can load.
 

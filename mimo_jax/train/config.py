@@ -8,12 +8,12 @@ from mimo_jax.config import DrafterConfig, TargetConfig, require
 from mimo_jax.layers.dispatch import DISPATCHES, PADDED
 from mimo_jax.quant.mxfp4 import EVEN, check_groups, check_rule
 from mimo_jax.sharding import TENSOR, TRAIN, full_sizes
-from mimo_jax.train.conversations import DEFAULT, thinking_kwargs
 from mimo_jax.train.data import LONG_DOCUMENTS, SPLIT
 from mimo_jax.train.muon import ADAMW, MUON
 from mimo_jax.train.objectives import ObjectiveConfig
 from mimo_jax.train.placement import check_mesh
 from mimo_jax.train.schedule import SCHEDULES, WSD
+from mimo_jax.train.thinking import DEFAULT, thinking_kwargs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class DataConfig:
       sources: Name of each source -> file, directory or pattern, see `sources.find_files`.
       row_len: Tokens per row.
       long_documents: What becomes of longer documents, of `data.LONG_DOCUMENTS`.
-      thinking: Of `conversations.THINKING`: a drafter is for one of them.
+      thinking: Of `thinking.THINKING`: a drafter is for one of them.
       seed: Of the order in which documents are packed.
     """
 
@@ -249,8 +249,10 @@ class AnswerConfig:
       temperature: 0 is greedy.
       top_p: Sample from the fewest tokens that have this probability together; 1 is off.
       max_tokens: Most tokens per answer.
-      thinking: Of `conversations.THINKING`: a drafter is for one of them.
+      thinking: Of `thinking.THINKING`: a drafter is for one of them.
       batch_size: Answers decoded at once.
+      num_prompts: Prompts per scene that are answered in all rounds, from the beginning of the
+        data; None: all of them.
       num_heldout: Held-out prompts per scene that are answered, greedily, to measure on.
     """
 
@@ -259,12 +261,15 @@ class AnswerConfig:
     max_tokens: int = 256
     thinking: str = DEFAULT
     batch_size: int = 16
+    num_prompts: int | None = None
     num_heldout: int = 32
 
     def __post_init__(self):
         thinking_kwargs(self.thinking)
-        for name in ("max_tokens", "batch_size", "num_heldout"):
-            _check(f"answers.{name}", getattr(self, name), lambda x: x >= 1, "1 and more")
+        for name in ("max_tokens", "batch_size", "num_prompts", "num_heldout"):
+            value = getattr(self, name)
+            if value is not None:
+                _check(f"answers.{name}", value, lambda x: x >= 1, "1 and more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

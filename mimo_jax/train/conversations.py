@@ -24,24 +24,9 @@ from mimo_jax.text.chat import render_chat
 from mimo_jax.text.tokenizer import Tokenizer
 from mimo_jax.train.data import Document, prompt_of
 from mimo_jax.train.records import Record, check_text
+from mimo_jax.train.thinking import DEFAULT, THINKING, thinking_kwargs
 
-# Whether the model thinks: as the template has it, or as its `enable_thinking` says. A drafter
-# learns one of them: accept lengths of one trained for the other fall from 9.5 to 3 (dflash#60).
-THINKING = DEFAULT, ON, OFF = ("default", "on", "off")
 MIN_RESPONSE_LEN = 2  # a drafter foresees what follows a first token
-
-
-def thinking_kwargs(thinking: str) -> dict[str, bool]:
-    """Variables of the chat template. Example: "off" -> {"enable_thinking": False}.
-
-    Raises:
-      ConfigError: If it is none of THINKING.
-    """
-    require(
-        thinking in THINKING,
-        f"thinking {thinking!r} is unknown; allowed: {', '.join(THINKING)}",
-    )
-    return {} if thinking == DEFAULT else {"enable_thinking": thinking == ON}
 
 
 @dataclasses.dataclass

@@ -17,6 +17,7 @@ others wait; all of them train.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -88,7 +89,8 @@ def answer_stage(config: DistillConfig, number: int, run_dir: Path) -> None:
     }
     llm = LLM.load(config.checkpoint, drafter_dir)
     for scene, source in config.prompts.items():
-        skip, limit = share_of_round(sum(1 for _ in read_source(source)), number, config.rounds)
+        prompts = itertools.islice(read_source(source), answers.num_prompts)
+        skip, limit = share_of_round(sum(1 for _ in prompts), number, config.rounds)
         options = AnswerOptions(
             data=source,
             out=out / f"{scene}.jsonl",

@@ -20,6 +20,7 @@ gguf 0.19.0 (2026-11-29):
 import importlib.util
 import json
 import math
+import random
 import sys
 from pathlib import Path
 
@@ -46,6 +47,7 @@ CONFIG = {
     "tie_word_embeddings": True,
     "dtype": "float32",
 }
+NUM_TRAIN_PROMPTS = 1200
 _NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -145,12 +147,12 @@ def write_prompts(directory: Path) -> None:
     path = Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz"
     with gzip.open(path, "rt", encoding="utf-8") as file:
         heldout = [json.loads(line)["prompt"] for line in file]
-    # Only functions with a docstring, which say what is asked for.
+    # Only functions with a docstring, which say what is asked for; short ones, which are read fast.
     documents = (d for file in code_stdlib.stdlib_files() for d in code_stdlib.read_file(file))
-    functions = {
-        d.prompt: None for d in documents if d.prompt.startswith("def ") and '"""' in d.prompt
-    }
-    train = [prompt for prompt in functions if len(prompt) <= 1200]
+    wanted = (d.prompt for d in documents if d.prompt.startswith("def ") and '"""' in d.prompt)
+    train = sorted({prompt for prompt in wanted if len(prompt) <= 600})
+    random.Random(0).shuffle(train)
+    train = train[:NUM_TRAIN_PROMPTS]
     directory.mkdir(parents=True, exist_ok=True)
     for name, prompts in (("train", train), ("heldout", heldout)):
         lines = (json.dumps({"messages": code_request(prompt)}) + "\n" for prompt in prompts)

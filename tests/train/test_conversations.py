@@ -8,8 +8,6 @@ from mimo_jax.config import ConfigError
 from mimo_jax.text.chat import load_chat_template
 from mimo_jax.text.tokenizer import Tokenizer
 from mimo_jax.train.conversations import (
-    OFF,
-    ON,
     Tally,
     TextFormat,
     document_of,
@@ -17,6 +15,7 @@ from mimo_jax.train.conversations import (
     prompt_ids_of,
 )
 from mimo_jax.train.records import parse_record
+from mimo_jax.train.thinking import OFF, ON
 
 NANO = Path(__file__).parents[2] / "assets" / "mimo-nano"
 CHATML = (

@@ -10,9 +10,10 @@ import pytest
 from mimo_jax.config import ConfigError
 from mimo_jax.text.tokenizer import Tokenizer
 from mimo_jax.train.config import DataConfig
-from mimo_jax.train.conversations import OFF, TextFormat
+from mimo_jax.train.conversations import TextFormat
 from mimo_jax.train.data import DROP, documents_of
 from mimo_jax.train.dataset import make_dataset
+from mimo_jax.train.thinking import OFF
 
 NANO = Path(__file__).parents[2] / "assets" / "mimo-nano"
 PAD = 9
