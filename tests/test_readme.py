@@ -55,6 +55,8 @@ def flags_of(words: list[str]) -> tuple[set[str], set[str]]:
     """(flags that a command line uses, flags that the program has)."""
     if "serve.py" in words:
         from mimo_jax.serving.options import BatchOptions as options
+    elif "train.py" in words and "regenerate" in words:
+        from mimo_jax.train.answer_options import AnswerOptions as options
     elif "train.py" in words:
         from train import Arguments as options
     elif "mimo_jax.demo" in words:
