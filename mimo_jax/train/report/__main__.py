@@ -30,7 +30,8 @@ class Arguments:
 
 
 def main(args: list[str] | None = None) -> int:
-    arguments = tyro.cli(Arguments, args=args, description=__doc__)
+    prog = "python -m mimo_jax.train.report"
+    arguments = tyro.cli(Arguments, args=args, prog=prog, description=__doc__)
     try:
         record = read_run(arguments.run_dir)
         out = arguments.out or arguments.run_dir / "report"
