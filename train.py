@@ -1,7 +1,7 @@
-"""Trains a target and its drafter from a config file.
+"""Trains a drafter, and where the config says so its target before it.
 
-    python train.py --config configs/nano.py
-    python train.py --config configs/nano.py --run-dir runs/second --dry-run
+    python train.py --config configs/rounds_nano.py --dry-run     # for a target that exists
+    python train.py --config configs/nano.py --run-dir runs/second
     python train.py --config configs/nano.py --mesh 2x2x2
     srun --ntasks 8 python train.py --config configs/nano.py      # eight processes, one run
     python train.py regenerate --model DIR --data prompts.jsonl --out answers.jsonl
@@ -28,7 +28,7 @@ from mimo_jax.train.answer_options import AnswerOptions
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Train a small target, let it write, and distil a DFlash drafter on what it wrote."""
+    """Let a target write, and distil a DFlash drafter on what it wrote."""
 
     config: Path
     """Python file with get_config() -> ExperimentConfig or DistillConfig; see configs/."""

@@ -136,8 +136,17 @@ def lower_target_step(config: ExperimentConfig, mesh: Mesh | None) -> jax.stages
     return step.lower(_state_shapes(params, optimizer, train, mesh), batch)
 
 
+def _kept_shapes(config: RunConfig, frozen: TargetConfig) -> jax.ShapeDtypeStruct | None:
+    """Of the target's features that a step is given, if the run keeps them."""
+    train, model = config.drafter_train, config.drafter
+    if not train.keeps_features:
+        return None
+    width = model.context_width + frozen.hidden_size * train.objective.needs_target
+    return jax.ShapeDtypeStruct((train.batch_rows, train.row_len, width), jnp.bfloat16)
+
+
 def lower_drafter_step(config: RunConfig, mesh: Mesh | None) -> jax.stages.Lowered:
-    """A whole optimizer step of the drafter, the frozen target's forward included; float32."""
+    """A whole optimizer step of the drafter, the target's forward included unless it is kept."""
     train, model, frozen = config.drafter_train, config.drafter, target_config(config)
     target_graph, target_params = abstract(
         lambda: Target(frozen, rngs=nnx.Rngs(0), dtype=jnp.float32)
@@ -153,6 +162,7 @@ def lower_drafter_step(config: RunConfig, mesh: Mesh | None) -> jax.stages.Lower
         _on_mesh(target_params, mesh),
         _batch_shapes(mesh, train.batch_rows, train.row_len),
         jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
+        _kept_shapes(config, frozen),
     )
 
 
@@ -207,7 +217,10 @@ def _time_steps(config: RunConfig, steps: dict[str, Any]) -> dict[str, float]:
     train = config.drafter_train
     batch = _random_batch(train.batch_rows, train.row_len, model.vocab_size)
     state = _fresh_state(trained, train)
-    seconds["drafter"] = _seconds_per_step(steps["drafter"], state, frozen, batch, jnp.int32(0))
+    kept = _kept_shapes(config, model)
+    features = None if kept is None else jnp.zeros(kept.shape, kept.dtype)
+    arguments = (frozen, batch, jnp.int32(0), features)
+    seconds["drafter"] = _seconds_per_step(steps["drafter"], state, *arguments)
     return seconds
 
 

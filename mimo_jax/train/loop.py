@@ -56,7 +56,8 @@ def progress_bar(console: Console | None = None, is_shown: bool = True) -> Progr
         TextColumn("ETA"),
         TimeRemainingColumn(),
         TextColumn("{task.fields[figures]}"),
-        console=console or Console(stderr=True),
+        # Plain text in notebooks, too: there Rich wants ipywidgets and leaves empty boxes without.
+        console=console or Console(stderr=True, force_jupyter=False),
         disable=not is_shown,
     )
 
