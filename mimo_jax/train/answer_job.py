@@ -25,7 +25,6 @@ from mimo_jax.config import ConfigError, require
 from mimo_jax.decode.jobs import Job, Output, run_jobs, share_prefixes
 from mimo_jax.decode.llm import LLM
 from mimo_jax.decode.stats import AcceptStats
-from mimo_jax.text.chat import load_chat_template
 from mimo_jax.timing import Stopwatch
 from mimo_jax.train.answer_file import AnswerFile
 from mimo_jax.train.answer_options import AUTO, NONE, NUM_SEEDS, AnswerOptions
@@ -221,11 +220,9 @@ def run_answer_job(options: AnswerOptions, llm: LLM | None = None) -> dict[str, 
     if llm is None:
         llm = LLM.load(options.model, drafter_dir, options.dtype)
     settings = _settings(options, drafter_dir)
-    try:
-        template = load_chat_template(options.model)
-    except ValueError:
-        template = None  # conversations are then refused, by their line
-    text_format = TextFormat(llm.tokenizer, template, llm.config.vocab_size, options.thinking)
+    text_format = TextFormat.of_checkpoint(
+        options.model, llm.tokenizer, llm.config.vocab_size, options.thinking
+    )
     prompts, left_out = read_prompts(options, text_format, llm.config.max_position)
     versions = {"mimo_jax": __version__, **machine()["packages"]}
     with AnswerFile(options.out, settings, versions) as file:

@@ -17,10 +17,11 @@ the assistant is learned, after the history as the model sees it there; the tall
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mimo_jax.config import ConfigError, require
-from mimo_jax.text.chat import render_chat
+from mimo_jax.text.chat import load_chat_template, render_chat
 from mimo_jax.text.tokenizer import Tokenizer
 from mimo_jax.train.data import Document, prompt_of
 from mimo_jax.train.records import Record, check_text
@@ -68,6 +69,17 @@ class TextFormat:
 
     def __post_init__(self):
         thinking_kwargs(self.thinking)
+
+    @classmethod
+    def of_checkpoint(
+        cls, directory: Path, tokenizer: Tokenizer | None, vocab_size: int, thinking: str
+    ) -> "TextFormat":
+        """With the chat template of a checkpoint's directory, if it has one."""
+        try:
+            template = load_chat_template(directory)
+        except ValueError:
+            template = None  # conversations are then refused, by their line
+        return cls(tokenizer, template, vocab_size, thinking)
 
     def render(self, record: Record, num_messages: int, is_prompt: bool) -> str:
         """The text of a conversation's first messages, if is_prompt with the assistant's header.

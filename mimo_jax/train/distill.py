@@ -28,10 +28,10 @@ import jax
 import jax.numpy as jnp
 
 from mimo_jax.checkpoint.fingerprint import fingerprint
+from mimo_jax.checkpoint.hf_target import open_target
 from mimo_jax.decode.llm import LLM
 from mimo_jax.distributed import ALONE, ProcessGroup
 from mimo_jax.sharding import connect, to_host
-from mimo_jax.text.chat import load_chat_template
 from mimo_jax.text.tokenizer import Tokenizer
 from mimo_jax.train.answer_job import run_answer_job
 from mimo_jax.train.answer_options import NONE, AnswerOptions
@@ -65,12 +65,9 @@ def share_of_round(num_prompts: int, number: int, rounds: int) -> tuple[int, int
 def text_format(config: DistillConfig) -> TextFormat:
     """How the target reads text."""
     directory = Path(config.checkpoint)
-    try:
-        template = load_chat_template(directory)
-    except ValueError:
-        template = None  # conversations are then refused, by their line
+    vocab_size = open_target(directory)[0].vocab_size
     tokenizer = Tokenizer.from_file(directory)
-    return TextFormat(tokenizer, template, config.drafter.vocab_size, config.answers.thinking)
+    return TextFormat.of_checkpoint(directory, tokenizer, vocab_size, config.answers.thinking)
 
 
 def answer_stage(config: DistillConfig, number: int, run_dir: Path) -> None:
