@@ -192,13 +192,15 @@ def run_distillation(
     trained = None
     if config.start is not None:
         trained = read_trained(Path(config.start), config.drafter, target)
+    text = Text({}, {})
     for number in range(1, config.rounds + 1):
         name = of_round("drafter", number)
         if group.is_first:
             answer_stage(config, number, run_dir)
-            text_stage(config, number, run_dir)
+            text = text_stage(config, number, run_dir)
         group.barrier(f"answers of round {number} are written")
-        text = text_stage(config, number, run_dir)
+        if not group.is_first:
+            text = text_stage(config, number, run_dir)
         train, seed = config.drafter_train, config.seed + number - 1
         trained = train_drafter(name, target, text, config.drafter, train, seed, runtime, trained)
         trained = jax.tree.map(lambda x: jnp.asarray(to_host(x)), trained)  # off the mesh
