@@ -37,7 +37,7 @@ notebooks: $(READY)  ## execute every notebook
 	$(PY) -m pytest -m notebooks $(PYTEST_ARGS)
 
 train-demo: $(READY)  ## train the small target and its drafter
-	$(PY) train.py --config configs/nano.py
+	$(PY) train.py --config configs/qat_nano.py
 
 train-smoke: $(READY)  ## the same run, shortened to show that it works
 	$(PY) train.py --config configs/nano_smoke.py

@@ -19,6 +19,7 @@ from mimo_jax.train.config import (
     RegenerateConfig,
     TargetTrainConfig,
 )
+from mimo_jax.train.objectives import DPACE, ObjectiveConfig
 
 
 def get_config() -> ExperimentConfig:
@@ -31,6 +32,11 @@ def get_config() -> ExperimentConfig:
         regenerate=RegenerateConfig(num_tokens=800_000),
         drafter=nano_drafter(),
         drafter_train=DrafterTrainConfig(
-            num_steps=11_400, mix=DRAFTER_MIX, eval_every=3800, save_every=600
+            num_steps=19_000,
+            mix=DRAFTER_MIX,
+            objective=ObjectiveConfig(weighting=DPACE),
+            keeps_features=True,
+            eval_every=4750,
+            save_every=950,
         ),
     )

@@ -59,7 +59,7 @@ def run_prefix(arguments: Prefix) -> int:
 
 
 def run_qat(arguments: Qat) -> int:
-    """Measures the five forms, prints the table and writes the JSON."""
+    """Measures the three forms, prints the table and writes the JSON."""
     from mimo_jax.bench import qat_bench as bench
     from mimo_jax.checkpoint.safetensors_reader import CheckpointError
     from mimo_jax.train.provenance import machine
@@ -72,20 +72,15 @@ def run_qat(arguments: Qat) -> int:
         console.print(f"bench: {arguments.text}: no SCENE.npz; train.py writes them", markup=False)
         return 2
     try:
-        paths = (arguments.start, arguments.more, arguments.qat)
-        start, more, qat = map(load_float_target, paths)
+        plain, qat = map(load_float_target, (arguments.plain, arguments.qat))
     except (CheckpointError, OSError, ValueError) as error:
         console.print(f"bench: {error}", markup=False)
         return 2
-    rows = bench.compare(start, more, qat, texts, arguments.rule)
+    rows = bench.compare(plain, qat, texts, arguments.rule)
     losses = {"tokens": ",d"} | dict.fromkeys(bench.FORMS, ".4f")
     console.print(_table("Held-out loss, nats per token", rows, losses))
-    for suffix, of in (("", "naive"), ("_same_steps", "more, naive")):
-        gap = f"gap{suffix}"
-        columns = dict.fromkeys((gap, f"{gap}_pm", "left", "left_pm"), ".4f")
-        columns[f"closed{suffix}"] = ".0%"
-        title = f"Gap from {of} to more steps, and what qat left of it"
-        console.print(_table(title, rows, columns))
+    columns = dict.fromkeys(("gap", "gap_pm", "left", "left_pm"), ".4f") | {"closed": ".0%"}
+    console.print(_table("Gap from naive to float, and what qat left of it", rows, columns))
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         results = {"machine": machine(), "rule": arguments.rule, "scenes": rows}

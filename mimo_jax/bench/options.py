@@ -156,20 +156,18 @@ class Context:
 class Qat:
     """Held-out loss of a target in float, rounded to MXFP4, and trained for it.
 
-    Compares what `train.py` made of configs/qat_nano.py and configs/qat_nano_control.py. Takes
-    about two minutes on 2 quiet cores.
+    Compares what `train.py` made of configs/nano.py and configs/qat_nano.py. Takes about a minute
+    on 2 quiet cores.
     """
 
-    start: Path = Path("runs/nano/export")
-    """Checkpoint from whose weights both trainings started."""
-    more: Path = Path("runs/qat-nano-control/target/export")
-    """Target trained on in float."""
+    plain: Path = Path("runs/nano/target/export")
+    """Target trained in float."""
     qat: Path = Path("runs/qat-nano/target/export")
     """Target trained with experts seen as MXFP4."""
     text: Path = Path("runs/qat-nano/corpus/heldout")
     """Directory of held-out rows, SCENE.npz."""
     rule: Literal["floor", "even", "rceil"] = "even"
-    """Scale rule by which the untrained forms are rounded."""
+    """Scale rule by which the float target is rounded."""
     json: Path | None = Path("out/bench/qat.json")
     """Where the figures are written."""
 

@@ -1,16 +1,13 @@
-"""Held-out loss of one target in five forms: what MXFP4 costs, and how much of it training removes.
+"""Held-out loss of one target in three forms: what MXFP4 costs, and how much training removes.
 
 Losses are compared document by document, for the same text is hard or easy for every form: the
 spread of the differences is a hundredth of the spread of the losses.
 
-  float         the weights that both trainings started from
-  naive         the same, experts rounded to MXFP4
-  more steps    trained on in float
-  more, naive   that one, experts rounded
-  qat           trained on for as many steps with experts seen as MXFP4
+  float   trained in float to the end
+  naive   the same, experts rounded to MXFP4
+  qat     trained for as many steps, the last of them with experts seen as MXFP4
 
-Closed: the share of the gap between `naive` and `more steps` that `qat` does not leave open. Closed
-from `more, naive` is the stricter one: it credits nothing to the steps themselves.
+Closed: the share of the gap between `naive` and `float` that `qat` does not leave open.
 """
 
 from collections.abc import Callable
@@ -27,8 +24,8 @@ from mimo_jax.quant.qat import fake_quantize_params
 from mimo_jax.train import losses
 from mimo_jax.train.data import PackedRows
 
-FLOAT, NAIVE, MORE, MORE_NAIVE, QAT = "float", "naive", "more steps", "more, naive", "qat"
-FORMS = (FLOAT, NAIVE, MORE, MORE_NAIVE, QAT)
+FLOAT, NAIVE, QAT = "float", "naive", "qat"
+FORMS = (FLOAT, NAIVE, QAT)
 _BATCH_ROWS = 8
 _Z95 = 1.96
 
@@ -104,29 +101,25 @@ def difference(worse: np.ndarray, better: np.ndarray, tokens: np.ndarray) -> Dif
     return Difference(float(mean), float(_Z95 * spread))
 
 
-def compare(start: Model, more: Model, qat: Model, texts: dict[str, PackedRows], rule: str) -> dict:
-    """Losses and differences of the five forms by scene, and over all scenes.
+def compare(plain: Model, qat: Model, texts: dict[str, PackedRows], rule: str) -> dict:
+    """Losses and differences of the three forms by scene, and over all scenes.
 
     Args:
-      start: Float weights before both trainings.
-      more: After training in float.
+      plain: After training in float.
       qat: After quantization-aware training, its experts already rounded.
       texts: Held-out rows by scene.
       rule: By which `naive` is rounded.
 
     Returns:
-      Scene -> row of figures; "all" weighs scenes by their tokens. `left` is `qat` less `more
-      steps`, `gap` is `naive` less `more steps`, `gap_same_steps` that of `more, naive`; `_pm` are
-      halves of 95% intervals.
+      Scene -> row of figures; "all" weighs scenes by their tokens. `left` is `qat` less `float`,
+      `gap` is `naive` less `float`; `_pm` are halves of 95% intervals.
     """
     forms = {
-        FLOAT: start.params,
-        NAIVE: rounded(start.params, rule),
-        MORE: more.params,
-        MORE_NAIVE: rounded(more.params, rule),
+        FLOAT: plain.params,
+        NAIVE: rounded(plain.params, rule),
         QAT: qat.params,
     }
-    token_losses = make_token_losses(start.graph)
+    token_losses = make_token_losses(plain.graph)
     found = {}
     for scene, rows in texts.items():
         by_form = {form: document_losses(token_losses, p, rows) for form, p in forms.items()}
@@ -143,10 +136,6 @@ def _row(parts: dict[str, np.ndarray]) -> dict:
     tokens = parts["tokens"]
     row: dict[str, Any] = {"documents": len(tokens), "tokens": int(tokens.sum())}
     row |= {form: float(parts[form].sum() / tokens.sum()) for form in FORMS}
-    left = difference(parts[QAT], parts[MORE], tokens)
-    row["left"], row["left_pm"] = left
-    for suffix, form in (("", NAIVE), ("_same_steps", MORE_NAIVE)):
-        gap = difference(parts[form], parts[MORE], tokens)
-        row["gap" + suffix], row[f"gap{suffix}_pm"] = gap
-        row["closed" + suffix] = 1 - left.mean / gap.mean
-    return row
+    row["gap"], row["gap_pm"] = gap = difference(parts[NAIVE], parts[FLOAT], tokens)
+    row["left"], row["left_pm"] = left = difference(parts[QAT], parts[FLOAT], tokens)
+    return row | {"closed": 1 - left.mean / gap.mean}

@@ -75,10 +75,12 @@ class QatConfig:
         default `even` errs least (mean square 0.0125 of the weights', floor 0.0129, rceil 0.0138).
       distill_weight: Share of the loss that is the divergence from the same weights unquantised, in
         [0, 1]; the rest is cross-entropy. Above 0 a step costs one more forward.
+      from_step: First step whose forward sees packed experts; those before train in float.
     """
 
     rule: str = EVEN
     distill_weight: float = 0.0
+    from_step: int = 0
 
     def __post_init__(self):
         check_rule(self.rule)
@@ -182,6 +184,9 @@ class TargetTrainConfig(TrainConfig):
         super().__post_init__()
         _check("capacity_factor", self.capacity_factor, lambda x: x > 0, "above 0")
         _check("balance_rate", self.balance_rate, lambda x: 0 <= x < math.inf, "0 and more")
+        if self.qat is not None:
+            last = self.num_steps - 1
+            _check("qat.from_step", self.qat.from_step, lambda x: 0 <= x <= last, f"0 to {last}")
 
 
 @dataclasses.dataclass(frozen=True)

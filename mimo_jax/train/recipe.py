@@ -150,7 +150,8 @@ def train_target_stage(
     heldout = read_rows(run_dir / "corpus" / "heldout")
     graph, params = target_init(config, mesh)
     optimizer = make_optimizer(params, train, mesh)
-    step = make_target_step(graph, optimizer, train, mesh, config.dispatch)
+    step_with = lambda options: make_target_step(graph, optimizer, options, mesh, config.dispatch)
+    step, float_step = step_with(train), step_with(dataclasses.replace(train, qat=None))
     evaluate = make_target_eval(graph, mesh, config.dispatch, train.qat)
     batches = Batches(
         rows, train.mix, train.batch_rows, config.seed, own_rows=own_rows(mesh, train.batch_rows)
@@ -159,7 +160,8 @@ def train_target_stage(
     batch_of = functools.partial(batch_for_step, rows, train.mix, train.batch_rows, config.seed)
 
     def step_fn(state: TrainState, step_number: int):
-        return step(state, place_batch(batches[step_number], mesh))
+        is_float = train.qat is not None and step_number < train.qat.from_step
+        return (float_step if is_float else step)(state, place_batch(batches[step_number], mesh))
 
     def eval_fn(state: TrainState) -> dict:
         params, losses = eval_params(state), {}

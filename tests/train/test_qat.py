@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs import nano, qat_nano, qat_nano_control
+from configs import nano, qat_nano
 from configs.tiny import tiny_target, train_mesh_target
 from mimo_jax import LLM
 from mimo_jax.checkpoint.hf_drafter import save_drafter
@@ -180,6 +180,30 @@ def test_a_run_goes_on_from_a_checkpoint_and_writes_packed_experts(tmp_path, sta
     assert LLM.load(exported).generate(["def f"], max_tokens=4)[0].token_ids
 
 
+def test_only_the_last_steps_of_a_run_see_packed_experts(tmp_path, monkeypatch):
+    config = qat_run(tmp_path)
+    qat = QatConfig("rceil", from_step=4)
+    train = dataclasses.replace(config.target_train, qat=qat)
+    config = dataclasses.replace(config, checkpoint=None, target_train=train)
+    seen = []
+
+    def recording(graph, optimizer, options, mesh, dispatch):
+        step = make_target_step(graph, optimizer, options, mesh, dispatch)
+
+        def recorded(state, batch):
+            seen.append(options.qat)
+            return step(state, batch)
+
+        return recorded
+
+    monkeypatch.setattr(recipe, "make_target_step", recording)
+    recipe.build_corpus_stage(config, tmp_path)
+    recipe.train_target_stage(config, tmp_path)
+    assert seen == [None] * 4 + [qat] * 2
+    written = json.loads((tmp_path / "target" / "export" / "config.json").read_text())
+    assert written["quantization_config"]["store_dtype"] == "mxfp4"
+
+
 def _nano_qat(**target_changes):
     """`configs/qat_nano.py` with another target."""
     config = qat_nano.get_config()
@@ -202,6 +226,10 @@ def _nano_qat(**target_changes):
             "qat.distill_weight 1.5 is out of range; allowed: 0 to 1",
         ),
         (
+            lambda: TargetTrainConfig(num_steps=6, qat=QatConfig(from_step=6)),
+            "qat.from_step 6 is out of range; allowed: 0 to 5",
+        ),
+        (
             lambda: _nano_qat(hidden_size=200),
             "axis embed of 200 is no multiple of 32, the MXFP4 group",
         ),
@@ -217,10 +245,7 @@ def test_what_cannot_be_trained_is_refused_when_it_is_configured(make, message):
     assert "\n" not in str(error.value)
 
 
-def test_the_control_differs_in_nothing_but_the_rounding():
-    qat, control = qat_nano.get_config(), qat_nano_control.get_config()
-    assert control.target_train == dataclasses.replace(qat.target_train, qat=None)
-    assert control == dataclasses.replace(
-        qat, name="qat-nano-control", target_train=control.target_train
-    )
-    assert (qat.target, qat.drafter) == (nano.get_config().target, nano.get_config().drafter)
+def test_the_float_recipe_differs_in_nothing_but_the_rounding():
+    qat, plain = qat_nano.get_config(), nano.get_config()
+    assert plain.target_train == dataclasses.replace(qat.target_train, qat=None)
+    assert plain == dataclasses.replace(qat, name="nano", target_train=plain.target_train)
