@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from mimo_jax.layers.moe import Experts, route_and_run
+from mimo_jax.layers.packed import PackedExperts, run_expert
 from mimo_jax.sharding import DATA, EXPERT, SEQUENCE, TENSOR
 
 PADDED, RAGGED = "padded", "ragged"
@@ -186,11 +187,22 @@ _EXCHANGES = {
 }
 
 
+def _run_rows(
+    rows: Float[Array, "e c d"], experts: Experts | PackedExperts
+) -> Float[Array, "e c d"]:
+    """Every expert's SwiGLU on its own rows; packed experts are decoded one at a time."""
+    if isinstance(experts, PackedExperts):
+        return jax.lax.map(lambda each: run_expert(*each), (rows, experts))
+    gate = jnp.einsum("ecd,def->ecf", rows, experts.gate)
+    up = jnp.einsum("ecd,def->ecf", rows, experts.up)
+    return jnp.einsum("ecf,efd->ecd", jax.nn.silu(gate) * up, experts.down)
+
+
 def run_experts_with_capacity(
     x: Float[Array, "t d"],
     expert_ids: Int[Array, "t top_k"],
     weights: Float[Array, "t top_k"],
-    experts: Experts,
+    experts: Experts | PackedExperts,
     *,
     capacity_factor: float | None,
     expert_axis: str | None = None,
@@ -205,7 +217,8 @@ def run_experts_with_capacity(
       x: The group's tokens.
       expert_ids: Chosen experts, counted over all devices.
       weights: Of the chosen experts.
-      experts: The caller's own experts; all of them without an expert_axis.
+      experts: The caller's own experts; all of them without an expert_axis. Packed ones pass no
+        gradient to rows.
       capacity_factor: Rows an expert may take from the group, in multiples of the mean; None = t.
       expert_axis: Inside `shard_map`, the mesh axis over which experts are spread, device i owning
         the i-th stretch of them.
@@ -222,9 +235,7 @@ def run_experts_with_capacity(
     to_owners, to_senders = _EXCHANGES[dispatch]
     if expert_axis is not None:
         rows = to_owners(rows, slots.num_filled, expert_axis)
-    gate = jnp.einsum("ecd,def->ecf", rows, experts.gate)
-    up = jnp.einsum("ecd,def->ecf", rows, experts.up)
-    out = jnp.einsum("ecf,efd->ecd", jax.nn.silu(gate) * up, experts.down)
+    out = _run_rows(rows, experts)
     if expert_axis is not None:
         out = to_senders(out, slots.num_filled, expert_axis)
     out = _gather_rows(
@@ -238,7 +249,7 @@ def route_and_run_on_mesh(
     x: Float[Array, "b t d"],
     w_router: Float[Array, "d e"],
     selection_bias: Float[Array, "e"],
-    experts: Experts,
+    experts: Experts | PackedExperts,
     *,
     mesh: Mesh,
     capacity_factor: float | None,
@@ -279,8 +290,12 @@ def route_and_run_on_mesh(
 
     on_device = functools.partial(route_and_run, route_fn, run=run)
     tokens, whole = P((DATA, EXPERT), SEQUENCE), P()
-    into_hidden, out_of_hidden = P(None, EXPERT, TENSOR), P(EXPERT, TENSOR, None)
-    stacks = Experts._make((into_hidden, into_hidden, out_of_hidden))
+    if isinstance(experts, PackedExperts):  # as files have them: [e, outputs, inputs]
+        into_hidden, out_of_hidden = P(EXPERT, TENSOR, None), P(EXPERT, None, TENSOR)
+        stacks = PackedExperts._make((into_hidden,) * 4 + (out_of_hidden,) * 2)
+    else:
+        into_hidden, out_of_hidden = P(None, EXPERT, TENSOR), P(EXPERT, TENSOR, None)
+        stacks = Experts._make((into_hidden, into_hidden, out_of_hidden))
     return jax.shard_map(
         on_device, mesh=mesh, in_specs=(tokens, whole, whole, stacks), out_specs=tokens
     )(x, w_router, selection_bias, experts)

@@ -204,6 +204,19 @@ def _run_gathered(x, expert_ids, weights, experts):
     return out.reshape(t, top_k, -1).sum(axis=1)
 
 
+def run_expert(x: Float[Array, "r d"], expert: PackedExperts) -> Float[Array, "r d"]:
+    """One expert's SwiGLU on all rows, its weights decoded whole to the dtype of x.
+
+    Args:
+      x: Rows.
+      expert: Of one expert: the leading axis of every array is taken off.
+    """
+    decode = lambda w, scale: decode_mxfp4(w, scale).astype(x.dtype).T
+    gate = x @ decode(expert.gate, expert.gate_scale)
+    hidden = jax.nn.silu(gate) * (x @ decode(expert.up, expert.up_scale))
+    return hidden @ decode(expert.down, expert.down_scale)
+
+
 def _run_one_by_one(x, expert_ids, weights, experts):
     """All tokens through every expert, weighted by zero where not chosen; one decoded at a time."""
     e = experts.down.shape[0]
@@ -212,10 +225,6 @@ def _run_one_by_one(x, expert_ids, weights, experts):
 
     def add(total, expert):
         weight, packed = expert
-        decode = lambda w, scale: decode_mxfp4(w, scale).astype(x.dtype)
-        gate = x @ decode(packed.gate, packed.gate_scale).T
-        hidden = jax.nn.silu(gate) * (x @ decode(packed.up, packed.up_scale).T)
-        out = (hidden * weight[:, None]) @ decode(packed.down, packed.down_scale).T
-        return total + out, None
+        return total + run_expert(x, packed) * weight[:, None], None
 
     return jax.lax.scan(add, jnp.zeros_like(x), (weight_of_expert, experts))[0]

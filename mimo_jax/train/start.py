@@ -19,7 +19,7 @@ from mimo_jax.models.params import abstract, flatten
 from mimo_jax.models.target import Target
 from mimo_jax.sharding import TRAIN, full_sizes, make_mesh
 from mimo_jax.train.config import DistillConfig, ExperimentConfig
-from mimo_jax.train.placement import param_shardings, place_params
+from mimo_jax.train.placement import param_shardings
 
 
 def on_all_devices[C: (ExperimentConfig, DistillConfig)](config: C, group: ProcessGroup) -> C:
@@ -65,14 +65,12 @@ def load_float_target(directory: Path) -> Model:
 def load_frozen_target(directory: Path, mesh: Mesh | None = None) -> Model:
     """A target as it is published (rounded), computing in float32: what a drafter learns from.
 
-    On a mesh every device reads its own part, unless experts are packed: a mesh of training wants
-    them in float.
+    On a mesh every device reads its own part, and packed experts stay packed; on one device they
+    are decoded, for a step reads them at every turn.
     """
+    if mesh is None:
+        return load_float_target(directory)
     target_config, _ = open_target(directory)
-    is_packed = target_config.moe is not None and target_config.moe.is_mxfp4
-    if mesh is None or is_packed:
-        model = load_float_target(directory)
-        return dataclasses.replace(model, params=place_params(model.params, mesh))
     _, like = abstract(lambda: Target(target_config, rngs=nnx.Rngs(0)))
     shardings = flatten(param_shardings(like, mesh))
     return Model(*load_target(directory, dtype=jnp.float32, sharding_of=shardings.__getitem__))

@@ -16,11 +16,11 @@ import pytest
 from flax import nnx
 
 from configs import nano, qat_nano
-from configs.tiny import tiny_target, train_mesh_target
+from configs.tiny import tiny_target, train_mesh_drafter, train_mesh_target
 from mimo_jax import LLM
 from mimo_jax.checkpoint.hf_drafter import save_drafter
 from mimo_jax.checkpoint.hf_target import load_target, save_target
-from mimo_jax.config import ConfigError
+from mimo_jax.config import GLOBAL, ConfigError
 from mimo_jax.models.drafter import Drafter
 from mimo_jax.models.packing import pack_experts, unpack_experts
 from mimo_jax.models.params import flatten, split
@@ -28,10 +28,12 @@ from mimo_jax.models.target import Target
 from mimo_jax.sharding import TRAIN, make_mesh
 from mimo_jax.text import bpe
 from mimo_jax.train import recipe
+from mimo_jax.train.block_step import read_target
 from mimo_jax.train.config import QatConfig, TargetTrainConfig
 from mimo_jax.train.data import PackedRows, pack_documents
+from mimo_jax.train.objectives import ObjectiveConfig
 from mimo_jax.train.optimizer import make_optimizer
-from mimo_jax.train.placement import place_params
+from mimo_jax.train.placement import place_params, whole_over_data
 from mimo_jax.train.start import load_frozen_target
 from mimo_jax.train.step import (
     Batch,
@@ -138,6 +140,36 @@ def test_a_step_on_a_mesh_equals_that_of_one_device(standard_promotion):
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
     for ours, one in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
         np.testing.assert_allclose(ours, one, atol=1e-5, rtol=0)
+
+
+@pytest.mark.multi_device
+def test_a_frozen_target_on_a_mesh_keeps_its_experts_packed(tmp_path, standard_promotion):
+    config = with_groups(train_mesh_target(), hidden_size=64, width=64)
+    few = dataclasses.replace(config.attention[GLOBAL], num_kv_heads=4)  # as the format wants it
+    config = dataclasses.replace(config, attention={**config.attention, GLOBAL: few})
+    params = split(Target(config, rngs=nnx.Rngs(0)))[1]
+    packed_config, _, packed = pack_experts(config, params, "even")
+    save_target(tmp_path, packed_config, packed)
+    rows = packed_rows(config.vocab_size, 20, 8)
+
+    def states(mesh):
+        model = load_frozen_target(tmp_path, mesh)
+
+        @jax.jit
+        def read(params, batch):
+            target = nnx.merge(model.graph, whole_over_data(params, mesh))
+            return read_target(target, batch, ObjectiveConfig(), train_mesh_drafter(), mesh)
+
+        return flatten(model.params), np.asarray(read(model.params, place_batch(rows, mesh)))
+
+    on_mesh, found = states(make_mesh(TRAIN, (2, 2, 2)))
+    alone, expected = states(None)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    for name in ("experts_gate", "experts_down", "experts_up_scale"):
+        array = on_mesh[f"layers.1.{name}"]
+        assert array.dtype == jnp.uint8
+        assert array.addressable_shards[0].data.size == array.size // 8
+    assert alone["layers.1.experts_gate"].dtype == jnp.float32
 
 
 def qat_run(checkpoint):
