@@ -2,13 +2,8 @@
 
     python train.py --config configs/nano.py
 
-The corpora have changed since the embedded pair was made (LOG.md): conventions in place of free
-names, tool results that come from outside. What the recipe gives on them is not measured yet. On
-the text before (2026-11-30, seed 0): held-out loss of the target in nats per token, code-stdlib
-3.1, code-gen 0.33, math 0.35, agent 0.36, chat 0.6; accept length on held-out prompts, greedy, math
-5.6, agent 4.9, code-gen 4.5, code-stdlib 3.2, chat 2.9.
-Time: 85 minutes on 2 cores (AMD Zen 4): target 52, regeneration 3, drafter 29.
-Resumable: the same command goes on where it was stopped.
+What configs/qat_nano.py changes and is measured against. Resumable: the same command goes on where
+it was stopped.
 """
 
 from configs.common import DRAFTER_MIX, TARGET_MIX, nano_drafter, nano_target

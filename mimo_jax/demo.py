@@ -56,8 +56,6 @@ from mimo_jax.train.provenance import machine
 
 PLAIN, DFLASH = "plain", "dflash"
 MAX_PROMPT_LEN = 128
-# A tool transcript goes through several turns, so only the end of the document ends it.
-SCENE_STOP_IDS = {"agent": (0,)}
 EXAMPLE_SCENE = "code-gen"
 # Black on a light colour reads on dark and light terminals alike.
 RUN_STYLES = ("black on #a8dadc", "black on #ffd6a5")
@@ -147,7 +145,7 @@ def read_prompts(
 ) -> dict[str, list[Prompt]]:
     """The first num_prompts prompts of each scene, in the order of `config.SCENES`.
 
-    A line's own `stop_token_ids` goes before the scene's, and that before the checkpoint's.
+    A line's own `stop_token_ids` goes before the checkpoint's.
 
     Raises:
       ConfigError: If a scene has no usable prompt, there is no scene, or a number is out of range.
@@ -168,7 +166,7 @@ def read_prompts(
                 ids = llm.encode(line["prompt"])
                 if not 0 < len(ids) <= MAX_PROMPT_LEN:
                     continue
-                stop_ids = line.get("stop_token_ids") or SCENE_STOP_IDS.get(scene)
+                stop_ids = line.get("stop_token_ids")
                 params = SamplingParams(
                     max_tokens=max_tokens, stop_token_ids=tuple(stop_ids) if stop_ids else None
                 )

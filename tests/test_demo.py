@@ -117,8 +117,8 @@ def test_prompts_and_their_stop_ids(arguments):
     assert list(scenes) == ["math", "agent"]
     assert [p.id for p in scenes["math"]] == ["math-0", "math-1"]
     assert [p.job.request.stop_ids for p in scenes["math"]] == [(2, 3), (2, 3)]
-    # Its own before the scene's, the scene's before the checkpoint's.
-    assert [p.job.request.stop_ids for p in scenes["agent"]] == [(7,), (0,)]
+    # Its own before the checkpoint's.
+    assert [p.job.request.stop_ids for p in scenes["agent"]] == [(7,), (2, 3)]
     assert all(p.job.request.max_tokens == 12 for p in scenes["math"])
     # The long prompt is left out, so that it compiles no further program.
     assert len(demo.read_prompts(arguments.prompts, 3, 12, llm)["math"]) == 2

@@ -15,7 +15,7 @@ from mimo_jax.decode.stats import AcceptStats
 CHECKPOINT, PROMPTS = Path("assets/mimo-nano"), Path("assets/prompts")
 SCENES = ("code-stdlib", "code-gen", "math", "agent", "chat")
 # Well below what BENCHMARKS.md has for 200 prompts: six prompts only.
-LEAST_TAU = {"code-gen": 3.0, "math": 3.0, "agent": 2.5}
+LEAST_TAU = {"code-gen": 4.0, "math": 4.5, "agent": 4.0}
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +29,8 @@ def test_drafting_changes_nothing_but_the_number_of_steps(llm, scene):
     lines = (PROMPTS / f"{scene}.jsonl").read_text().splitlines()
     assert len(lines) == 200
     prompts = [json.loads(line)["prompt"] for line in lines[:6]]
-    stop_token_ids = [0] if scene == "agent" else None
     answers = {
-        draft: llm.generate(
-            prompts, max_tokens=64, stop_token_ids=stop_token_ids, draft=draft, batch_size=3
-        )
+        draft: llm.generate(prompts, max_tokens=64, draft=draft, batch_size=3)
         for draft in (False, True)
     }
     assert [a.token_ids for a in answers[True]] == [a.token_ids for a in answers[False]]
