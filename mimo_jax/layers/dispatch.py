@@ -217,8 +217,8 @@ def run_experts_with_capacity(
       x: The group's tokens.
       expert_ids: Chosen experts, counted over all devices.
       weights: Of the chosen experts.
-      experts: The caller's own experts; all of them without an expert_axis. Packed ones pass no
-        gradient to rows.
+      experts: The caller's own experts; all of them without an expert_axis. Packed ones get
+        no gradient.
       capacity_factor: Rows an expert may take from the group, in multiples of the mean; None = t.
       expert_axis: Inside `shard_map`, the mesh axis over which experts are spread, device i owning
         the i-th stretch of them.
