@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from mimo_jax.config import DrafterConfig
 from mimo_jax.decode.engine import Engine, lay_out_for_decode
@@ -41,14 +42,15 @@ ANCHOR_CHUNK = 32
 def make_propose(
     target_graph, drafter_graph, mesh: Mesh | None = None, dispatch: str = PADDED
 ):
-    """Returns propose(target_params, trained, batch, first_anchor) -> int32 [r, 32, m].
+    """Returns propose(target_params, trained, batch, starts) -> list of int32 [r, 32, m].
 
-    Proposals at the anchors first_anchor .. first_anchor + 31 of every row.
+    Proposals at the anchors start .. start + 31 of every row, for each of the starts; the target
+    reads the rows once for all of them.
     """
 
-    def propose(target_params, trained, batch: Batch, first_anchor):
-        target_params, trained = (whole_over_data(p, mesh) for p in (target_params, trained))
-        target = nnx.merge(target_graph, target_params)
+    @jax.jit
+    def read(target_params, trained, batch: Batch):
+        target = nnx.merge(target_graph, whole_over_data(target_params, mesh))
         drafter = nnx.merge(drafter_graph, trained["drafter"])
         out = run_target(
             target,
@@ -57,20 +59,31 @@ def make_propose(
             tap_layer_ids=drafter.config.target_layer_ids,
             run_sparse=sparse_layer(mesh, None, dispatch),
         )
+        return out.context_features
+
+    @jax.jit
+    def draft(target_params, trained, batch: Batch, features, first_anchor):
+        target_params, trained = (whole_over_data(p, mesh) for p in (target_params, trained))
+        target = nnx.merge(target_graph, target_params)
+        drafter = nnx.merge(drafter_graph, trained["drafter"])
         r = batch.token_ids.shape[0]
         anchors = first_anchor + jnp.arange(ANCHOR_CHUNK, dtype=jnp.int32)[None, :]
         logits = draft_logits_at_anchors(
             target,
             drafter,
             batch,
-            out.context_features,
+            features,
             jnp.broadcast_to(anchors, (r, ANCHOR_CHUNK)),
             trained["mask_embedding"],
             mesh,
         )
         return argmax_lowest(logits).reshape(r, ANCHOR_CHUNK, -1)
 
-    return jax.jit(propose)
+    def propose(target_params, trained, batch: Batch, starts: Sequence[int]) -> list[Array]:
+        features = read(target_params, trained, batch)
+        return [draft(target_params, trained, batch, features, jnp.int32(i)) for i in starts]
+
+    return propose
 
 
 def walk(token_ids: np.ndarray, proposals: np.ndarray, first: int, end: int) -> Completion:
@@ -130,7 +143,7 @@ def simulate(
     first = min((start for start, end in spans if end), default=0)
     last = max(end for _, end in spans)
     starts = [min(start, s - ANCHOR_CHUNK) for start in range(first, max(last, 1), ANCHOR_CHUNK)]
-    chunks = [to_host(propose(target_params, trained, batch, jnp.int32(i))) for i in starts]
+    chunks = [to_host(chunk) for chunk in propose(target_params, trained, batch, starts)]
     m = chunks[0].shape[2]
     proposals = np.full((r, s, m), -1, np.int32)
     for start, chunk in zip(starts, chunks, strict=True):

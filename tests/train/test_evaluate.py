@@ -103,6 +103,6 @@ def test_known_requests_are_the_first_that_have_an_answer(heldout):
 
 def test_rows_without_any_answer_have_no_accept_length(heldout):
     rows = PackedRows(*(array[4:] for array in heldout))
-    propose = lambda target_params, trained, batch, first: jnp.zeros((1, 32, 4), jnp.int32)
+    propose = lambda target_params, trained, batch, starts: [jnp.zeros((1, 32, 4), jnp.int32)]
     assert evaluate.simulate(propose, None, None, rows).tau is None
     assert evaluate.simulated_accept_length(propose, None, None, rows) == 0.0
