@@ -223,7 +223,8 @@ class DrafterTrainConfig(TrainConfig):
         a step's 128 take 20% less processor time than all at once, 512 of a longer row 28%. In
         rows of 32,768 tokens take 256: a chunk costs one addition over the row's context.
       keeps_features: The target reads all rows once, before the first step, and what a step needs
-        of it stays in host memory in bfloat16 (see `train/features.py`); on one device.
+        of it stays in host memory in bfloat16 (see `train/features.py`). One device only: on a
+        mesh each step computes it anew.
     """
 
     num_steps: int = 10_000

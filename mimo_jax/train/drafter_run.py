@@ -239,14 +239,10 @@ def train_drafter(
     own = own_rows(mesh, train.batch_rows)
     batches = Batches(text.train, train.mix, train.batch_rows, seed, own_rows=own)
 
-    require(
-        not train.keeps_features or mesh is None,
-        "drafter_train.keeps_features works on one device; a mesh computes them anew each step",
-    )
     counts = {scene: len(rows.token_ids) for scene, rows in text.train.items()}
     picks_of = functools.partial(picks_for_step, counts, train.mix, train.batch_rows, seed)
     kept = {}
-    if train.keeps_features:
+    if train.keeps_features and mesh is None:
         kept = keep_features(target, text.train, train.objective, model)
 
     def step_fn(state: TrainState, step_number: int):

@@ -136,10 +136,12 @@ def lower_target_step(config: ExperimentConfig, mesh: Mesh | None) -> jax.stages
     return step.lower(_state_shapes(params, optimizer, train, mesh), batch)
 
 
-def _kept_shapes(config: RunConfig, frozen: TargetConfig) -> jax.ShapeDtypeStruct | None:
+def _kept_shapes(
+    config: RunConfig, frozen: TargetConfig, mesh: Mesh | None
+) -> jax.ShapeDtypeStruct | None:
     """Of the target's features that a step is given, if the run keeps them."""
     train, model = config.drafter_train, config.drafter
-    if not train.keeps_features:
+    if not train.keeps_features or mesh is not None:
         return None
     width = model.context_width + frozen.hidden_size * train.objective.needs_target
     return jax.ShapeDtypeStruct((train.batch_rows, train.row_len, width), jnp.bfloat16)
@@ -162,7 +164,7 @@ def lower_drafter_step(config: RunConfig, mesh: Mesh | None) -> jax.stages.Lower
         _on_mesh(target_params, mesh),
         _batch_shapes(mesh, train.batch_rows, train.row_len),
         jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
-        _kept_shapes(config, frozen),
+        _kept_shapes(config, frozen, mesh),
     )
 
 
@@ -217,7 +219,7 @@ def _time_steps(config: RunConfig, steps: dict[str, Any]) -> dict[str, float]:
     train = config.drafter_train
     batch = _random_batch(train.batch_rows, train.row_len, model.vocab_size)
     state = _fresh_state(trained, train)
-    kept = _kept_shapes(config, model)
+    kept = _kept_shapes(config, model, None)
     features = None if kept is None else jnp.zeros(kept.shape, kept.dtype)
     arguments = (frozen, batch, jnp.int32(0), features)
     seconds["drafter"] = _seconds_per_step(steps["drafter"], state, *arguments)

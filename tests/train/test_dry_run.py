@@ -13,6 +13,7 @@ from rich.console import Console
 
 from configs import nano, nano_smoke
 from mimo_jax.config import GLOBAL, ConfigError
+from mimo_jax.sharding import TRAIN, make_mesh
 from mimo_jax.train import dry_run
 from tests import groups
 from tests.train import smallest_run
@@ -29,6 +30,15 @@ def test_configs_build_and_count():
     train = full.drafter_train
     assert counts["drafter"]["blocks"] == train.num_steps * train.batch_rows * train.num_anchors
     assert counts["mesh"] == {"data": 1, "expert": 1, "tensor": 1, "sequence": 1}
+
+
+@pytest.mark.multi_device
+def test_features_are_kept_on_one_device_only():
+    config = nano.get_config()
+    kept = dry_run._kept_shapes(config, config.target, None)
+    assert kept is not None
+    assert kept.shape == (4, 256, 4 * 192)
+    assert dry_run._kept_shapes(config, config.target, make_mesh(TRAIN, (2, 2, 1))) is None
 
 
 def one_layer():
