@@ -27,7 +27,7 @@ def get_config() -> DistillConfig:
         checkpoint="runs/smollm2/target",
         prompts={"code": "runs/smollm2/prompts/train.jsonl"},
         heldout={"code": "runs/smollm2/prompts/heldout.jsonl"},
-        answers=AnswerConfig(max_tokens=192, batch_size=32, num_prompts=800, num_heldout=24),
+        answers=AnswerConfig(max_tokens=192, batch_size=32, num_prompts=1200, num_heldout=24),
         drafter=DrafterConfig(
             hidden_size=576,
             num_layers=2,

@@ -17,6 +17,10 @@ from pathlib import Path
 
 # A default and not an order: `JAX_PLATFORMS=cuda pytest -m gpu` runs the tests that need a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    # Nearly all of a run is compiling, and no test computes for long: with LLVM's optimiser on,
+    # the same tests take half as long again.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import jaxtyping

@@ -59,6 +59,7 @@ def test_runs(path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+    monkeypatch.setenv("XLA_FLAGS", "")  # as its readers run it: it trains for a minute
     notebook = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(
         notebook,

