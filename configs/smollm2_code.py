@@ -44,7 +44,7 @@ def get_config() -> DistillConfig:
             max_position=8192,
         ),
         drafter_train=DrafterTrainConfig(
-            num_steps=4000,
+            num_steps=3000,
             batch_rows=2,
             row_len=512,
             num_anchors=32,
