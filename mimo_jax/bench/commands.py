@@ -72,6 +72,8 @@ def run_qat(arguments: Qat) -> int:
         console.print(f"bench: {arguments.text}: no SCENE.npz; train.py writes them", markup=False)
         return 2
     try:
+        for directory in (arguments.plain, arguments.qat):
+            bench.check_same_ids(directory, arguments.text)
         plain, qat = map(load_float_target, (arguments.plain, arguments.qat))
     except (CheckpointError, OSError, ValueError) as error:
         console.print(f"bench: {error}", markup=False)

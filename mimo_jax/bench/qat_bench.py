@@ -10,7 +10,9 @@ spread of the differences is a hundredth of the spread of the losses.
 Closed: the share of the gap between `naive` and `float` that `qat` does not leave open.
 """
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mimo_jax.config import require
 from mimo_jax.decode.placement import Model
 from mimo_jax.models.params import flatten, unflatten
 from mimo_jax.quant.qat import fake_quantize_params
@@ -35,6 +38,29 @@ class Difference(NamedTuple):
 
     mean: float
     half_width: float
+
+
+def check_same_ids(target: Path, texts: Path) -> None:
+    """Refuses a target that was trained on the ids of another tokenizer than the text's.
+
+    Args:
+      target: Directory of a checkpoint; its tokenizer is there, or in the corpus of its run.
+      texts: Directory of held-out rows, with the tokenizer beside it. Where either has none,
+        nothing is checked.
+
+    Raises:
+      ConfigError: If both have one and they differ.
+    """
+    places = (target / "tokenizer.json", target.parent.parent / "corpus" / "tokenizer.json")
+    own = next((path for path in places if path.is_file()), None)
+    used = texts.parent / "tokenizer.json"
+    if own is None or not used.is_file():
+        return
+    require(
+        json.loads(own.read_text()) == json.loads(used.read_text()),
+        f"{target} reads ids of another tokenizer ({own}) than the text's ({used}): losses would "
+        "mean nothing",
+    )
 
 
 def rounded(params, rule: str):

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mimo_jax.bench.qat_bench import difference, document_losses
+from mimo_jax.bench.qat_bench import check_same_ids, difference, document_losses
+from mimo_jax.config import ConfigError
 from mimo_jax.train.data import PackedRows, pack_documents
 
 
@@ -33,3 +34,21 @@ def test_difference_is_one_of_sums_over_documents():
     apart = difference(np.array([3.0, 5.0]), np.array([2.0, 2.0]), tokens)
     # Differences 1 and 3 about a mean of 1 per token: residuals -1 and 1, variance 2 * 2 / 1.
     assert apart == pytest.approx((1.0, 1.96 * 2 / 4))
+
+
+def test_ids_of_another_tokenizer_are_refused(tmp_path):
+    """A run's target is asked for its corpus's tokenizer, a published one for its own."""
+    texts, published = tmp_path / "run/corpus/heldout", tmp_path / "published"
+    trained = tmp_path / "run/target/export"
+    for directory in (texts, published, trained):
+        directory.mkdir(parents=True)
+    check_same_ids(published, texts)  # neither has a tokenizer: nothing is known
+    (tmp_path / "run/corpus/tokenizer.json").write_text('{"merges": ["a b"]}')
+    check_same_ids(published, texts)
+    (published / "tokenizer.json").write_text('{\n "merges": [\n  "a b"\n ]\n}')
+    check_same_ids(published, texts)
+    check_same_ids(trained, texts)
+    (published / "tokenizer.json").write_text('{"merges": ["a c"]}')
+    with pytest.raises(ConfigError, match="published reads ids of another tokenizer"):
+        check_same_ids(published, texts)
+    check_same_ids(trained, texts)
