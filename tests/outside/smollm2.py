@@ -217,30 +217,26 @@ def write_all(directory: Path) -> int:
 def measure(drafter_dir: Path) -> int:
     """Prints accept length and tokens/s on the held-out prompts, as JSON."""
     from configs.smollm2_code import get_config
+    from mimo_jax import LLM
     from mimo_jax.bench.decode_bench import speeds
-    from mimo_jax.checkpoint.hf_drafter import load_drafter
-    from mimo_jax.checkpoint.hf_target import load_target
-    from mimo_jax.decode.loading import read_stop_ids
-    from mimo_jax.decode.placement import Model
     from mimo_jax.decode.request import Request
     from mimo_jax.train.conversations import prompt_ids_of
     from mimo_jax.train.distill import text_format
     from mimo_jax.train.sources import read_source
 
     config = get_config()
-    target = Model(*load_target(Path(config.checkpoint)))
-    drafter = Model(*load_drafter(drafter_dir))
-    stop_ids = read_stop_ids(Path(config.checkpoint), target.config.vocab_size)
+    llm = LLM.load(config.checkpoint, drafter_dir)
+    assert llm.drafter is not None
     format_, max_tokens = text_format(config), config.answers.max_tokens
     requests = {
         scene: [
-            Request(prompt_ids_of(format_, record), max_tokens, stop_ids)
+            Request(prompt_ids_of(format_, record), max_tokens, llm.stop_ids)
             for record in itertools.islice(read_source(source), config.answers.num_heldout)
         ]
         for scene, source in config.heldout.items()
     }
     longest = max(len(r.prompt_ids) for each in requests.values() for r in each)
-    found = speeds(target, drafter, requests, max_len=longest + max_tokens)
+    found = speeds(llm.target, llm.drafter, requests, max_len=longest + max_tokens)
     print(json.dumps(found, indent=1))
     return 0
 
